@@ -48,6 +48,7 @@ NARROW = (
 )
 FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
 COMPILED = "--no-eager --compiled default,reduce-overhead"
+TRAINED = "--dropout 0.05 --adapter fp32 --ways peft_lora,peft_dora"  # as people train: under autocast, with dropout
 TABLE = {
     "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
     "compose": Entry(15, "bench.compose"),
@@ -72,7 +73,6 @@ TABLE = {
     "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
     "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
     "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
-    "beside": Entry(20, "bench.beside"),
     "group": Entry(110, "bench.group --jobs 8 --quick"),
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 7 --G 4,32 --ways frozen,one,multi --kernels"),
@@ -88,14 +88,19 @@ TABLE = {
     "steps_compiled_replay": Entry(
         70, "bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused --no-eager --compiled reduce-overhead"
     ),
+    "steps_dropout": Entry(
+        150,
+        f"bench.steps --cells 2048:512:16,8b:4096:64 {TRAINED},use_fdora,use_fdora_fused,use_fdora_lora_dropout,"
+        "use_fdora_fused_lora_dropout",
+    ),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
     **{f"model_{m.split()[0]}_compiled": Entry(300, f"bench.model --model {m} --quick --no-eager") for m in MODELS},
     "model_qwen3-8b_dropout": Entry(
-        110,
-        "bench.model --layers 4 --dropout 0.05 --adapter fp32 --no-compile --runs 5 "
-        "--modes inference,step_8,step_checkpointing --ways peft_lora,peft_dora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
+        150,
+        f"bench.model --quick --no-compile {TRAINED},peft_fdora,peft_fdora_fused,peft_fdora_lora_dropout,"
+        "peft_fdora_fused_lora_dropout",
     ),
     "model_qwen3-8b_sweep_r": Entry(150, "bench.model --sweep r --quick"),
     "model_qwen3-8b_sweep_S": Entry(200, "bench.model --sweep S --quick"),
@@ -123,11 +128,6 @@ TABLE = {
     "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
     "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
     "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
-    "sharded_dropout": Entry(
-        90,
-        "bench.sharded --world 2 --layers 6 --r 64 --runs 7 --dropout 0.05 --modes step,step_checkpointing --no-profile "
-        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_lora_dropout",
-    ),
     "sharded_r384": Entry(
         90,
         "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
@@ -137,6 +137,11 @@ TABLE = {
         60,
         "bench.sharded --world 2 --layers 6 --r 384 --runs 9 --modes step "
         "--ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards,peft_fdora_fused_shards",
+    ),
+    "sharded_dropout": Entry(
+        90,
+        f"bench.sharded --world 2 --modes step,step_checkpointing --runs 9 {TRAINED},peft_fdora,peft_fdora_fused,"
+        "peft_fdora_lora_dropout,peft_fdora_fused_lora_dropout",
     ),
     "jobs": Entry(100, "bench.jobs"),
     "jobs_pipeline": Entry(90, "bench.jobs --world 2 --jobs 8"),  # two GPUs

@@ -38,18 +38,24 @@ def adapters(
 
 def context(device: str, dtype: str, adapter: str) -> Callable[[], AbstractContextManager]:
     """Of a forward: float32 adapters of a bf16 model run under bf16 autocast, as trainers run them."""
-    mixed = dtype == "bf16" and adapter == "fp32"
+    mixed = (dtype, adapter) == ("bf16", "fp32")
     return partial(torch.autocast, torch.device(device).type, torch.bfloat16) if mixed else nullcontext
 
 
+def adapted_as(options, adapter: str | None = None) -> dict[str, Any]:
+    """What these options say of every way: its dropout, and what its forward runs in."""
+    where = context(options.device, options.dtype, adapter or options.adapter)
+    return {"dropout": options.dropout, "context": where}
+
+
 @contextmanager
-def nothing_dropped(*models: nn.Module) -> Iterator[None]:
-    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's."""
+def nothing_dropped(*models: nn.Module) -> Iterator[list[nn.Module]]:
+    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's. Gives what does."""
     dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
     for module in dropping:
         module.eval()
     try:
-        yield
+        yield dropping
     finally:
         for module in dropping:
             module.train()
@@ -91,9 +97,11 @@ def compile_each(way: str, layers: Iterable[nn.Module]) -> None:
 def agreement(mine, theirs) -> dict[str, dict[str, float]]:
     """Relative L2 difference, cosine and largest difference of outputs and of the gradients of all A, all B, all m, and x."""
     names = ["x", *theirs.leaves]
-    with nothing_dropped(mine.model, theirs.model):
+    with nothing_dropped(mine.model, theirs.model) as dropping:
         gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
         pairs = {"y": (mine.inference(), theirs.inference())}
+    if dropping:  # once as it will be timed: its calls are counted, by the path that they take
+        mine.gradient()
     for part in "xABm":
         pairs[f"d{part}"] = tuple(of_part(part, each) for each in gradients)
     return {name: apart(a, b) for name, (a, b) in pairs.items()}
@@ -110,11 +118,13 @@ def apart(a: Tensor, b: Tensor) -> dict[str, float]:
     return found | {"max_difference": (a - b).abs().max().item(), "max": b.abs().max().item()}
 
 
-def wall_and_peak(fns: Mapping[str, Callable[[], object]], options, failures: Failures) -> dict[str, dict[str, float]]:
+def wall_and_peak(
+    fns: Mapping[str, Callable[[], object]], options, failures: Failures, label: str
+) -> dict[str, dict[str, float]]:
     """Wall ms in turns, and peak MB, of those that run."""
-    peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20)
+    peaks = failures.attempt(fns, lambda key: peak_bytes(fns[key], options.device) / 2**20, label)
     free(options.device)  # what a way that ran out of memory has left
-    ms = medians(failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0)), options.runs)
+    ms = medians(failures.attempt(peaks, lambda key: wall_timer(fns[key], options.device, 0), label), options.runs)
     return {key: {"ms": round(ms[key], 3), "peak_mb": round(peaks[key], 2)} for key in ms}
 
 

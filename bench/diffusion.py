@@ -205,7 +205,7 @@ class Bench:
         free(options.device)
         tags = {f"{way}, {label(case)}": way for way in self.ways}
         steps = {tag: self.ways[way].step for tag, way in tags.items()}
-        found = wall_and_peak(steps, options, self.run.failed)
+        found = wall_and_peak(steps, options, self.run.failed, "{}")
         gpu_ms, by = {}, ""
         if options.device != "cpu":
             able = {tag: steps[tag] for tag in found}

@@ -127,6 +127,7 @@ def models(axes, panel: tuple[str, str]) -> None:
         for row in found["rows"]:
             if (machine(name), row["mode"]) == panel:
                 label = f"{found['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
+                label += f", dropout {row['dropout']}" if row.get("dropout") else ""
                 cases.setdefault(label, {})[row["way"]] = row["ms"]
     for i, (way, label) in enumerate(
         {"peft_dora": "PEFT's DoRA", "peft_fdora_fused": "fdora", "peft_fdora": "fuse=False"}.items()

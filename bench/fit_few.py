@@ -21,7 +21,7 @@ from bench.fit import GPU, chosen, side_of, summary
 from bench.save import save as save_json
 from bench.suite import Suite, shown
 from fdora.triton.tiles.few import BesideFit, NarrowFit, beside_us, narrow_us
-from fdora.triton.tiles.product import product_way
+from fdora.triton.tiles.product import Ask, product_way
 
 START = (0.8, 70_000.0, 20_000.0, 3.0, 1.0, 4.0, 1.0, 4.0, 0.6, 8.0, 0.5, 0.1)  # NarrowFit, BesideFit
 SIZE = len(NarrowFit._fields)
@@ -51,7 +51,7 @@ def pairs(results):
 
 def predicted(fit, pair):
     """us of both."""
-    way = product_way(*pair.shape, pair.forward, False, True, 90, GPU.num_sms)
+    way = product_way(Ask(*pair.shape, pair.forward, False, True, 90, GPU.num_sms))
     narrow = narrow_us(*pair.shape, pair.forward, NarrowFit(*fit[:SIZE]), GPU, 90)
     return narrow, way.us + beside_us(*pair.shape[1:], pair.forward, BesideFit(*fit[SIZE:]))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.attempt import Failures
 from bench.clock import medians, wall_timer
 from bench.suite import One, Some, Suite
-from bench.ways import ADAPTERS, Inputs, build
+from bench.ways import ADAPTERS, Inputs, build, by_mode
 from bench.ways import WAYS as EVERY
 
 ROOT = Path(__file__).parent.parent
@@ -68,9 +68,8 @@ def per_call(options) -> list[dict]:
     failed = Failures()
     ways = failed.attempt(options.ways, lambda name: build(name, inputs))
     rows = {name: {"way": name} for name in options.ways}
-    for mode in ("fwd", "fwd_bwd"):
-        fns = {name: fn for name, way in ways.items() if (fn := way.forward if mode == "fwd" else way.both)}
-        timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
+    for mode, fns in by_mode(ways):
+        timers = failed.attempt(fns, lambda name, fns=fns: wall_timer(fns[name], options.device, options.loop_ms))
         for name, ms in medians(timers, options.runs).items():
             rows[name][f"{mode}_us"] = round(1e3 * ms, 1)
     return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]

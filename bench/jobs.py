@@ -27,6 +27,7 @@ from bench import jobs_pipeline
 from bench.clock import free
 from bench.jobs_model import CLIP, LINEARS, LR, Jobs, by_modules
 from bench.jobs_pipeline import rows_of, wall
+from bench.rivals import fill
 from bench.suite import Run, Some, Suite
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, train_step
@@ -54,13 +55,8 @@ class Peft:
         for a in range(jobs.count):
             own = {}
             for path, params in jobs.starts.items():
-                layer = self.model.get_base_model().get_submodule(path)
-                own |= {f"{path}.A": layer.lora_A[str(a)].weight, f"{path}.B": layer.lora_B[str(a)].weight}
-                if dora:
-                    own[f"{path}.m"] = layer.lora_magnitude_vector[str(a)].weight
-                for part, value in zip("ABm", params[a], strict=True):
-                    if f"{path}.{part}" in own:
-                        own[f"{path}.{part}"].data = value.clone()
+                layer, (A, B, m) = self.model.get_base_model().get_submodule(path), params[a]
+                own |= {f"{path}.{part}": p for part, p in fill(layer, A, B, m if dora else None, str(a)).items()}
             self.leaves.append(own)
         if fdora:
             use_fdora(self.model)

@@ -9,12 +9,12 @@ are the last optimizer steps. What is left is the host: it issues the next actio
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from bench import jobs, records
 from bench.jobs_model import lengths_of, plan_of
 from bench.jobs_pipeline import bubbles
+from bench.suite import Run, Suite
 from fdora.jobs.schedule.simulate import Action, Task
 
 
@@ -33,11 +33,14 @@ def of_run(name: str) -> dict[str, float]:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", default="h200/jobs_pipeline", help="of bench.jobs --world (default: %(default)s)")
-    for name, value in of_run(parser.parse_args(argv).run).items():
-        print(f"{name:32} {value:.4f}")
+def measure(run: Run) -> None:
+    run.add(*({"what": name, "value": f"{value:.4f}"} for name, value in of_run(run.options.run).items()))
+
+
+OPTIONS = {"run": dict(nargs="?", default="h200/jobs_pipeline", help="of bench.jobs --world (default: %(default)s)")}
+
+
+main = Suite(__doc__, measure, OPTIONS, device=None)
 
 
 if __name__ == "__main__":

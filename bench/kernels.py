@@ -1,19 +1,15 @@
-"""Kernels of a call as torch.profiler sees them: in order, named, timed; as a table, and as a picture of one block."""
+"""Kernels of a call as torch.profiler sees them: in order, named, timed; as a table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bench.clock import synchronize
 from bench.table import table
-
-COLOURS = {"product": "tab:blue", "attention": "tab:purple", "fdora": "tab:cyan", "fused": "tab:orange"}
-COLOURS |= {"norm": "tab:green", "elementwise": "tab:red", "copy": "0.6", "other": "0.8"}
 
 
 class Kernel(NamedTuple):
@@ -99,41 +95,3 @@ def shares(kernels: Sequence[Kernel]) -> str:
     total = sum(kernel.us for kernel in kernels)
     rows = [[kind(k.name), short(k.name), f"{k.us:.1f}", f"{100 * k.us / total:.1f} %"] for k in kernels]
     return table(["", "kernel", "us", "share"], [*rows, ["", f"{len(kernels)} kernels", f"{total:.1f}", ""]])
-
-
-def picture(blocks: Mapping[str, Sequence[Kernel]], path: Path) -> None:
-    """A line for each way: its kernels in their order, each as wide as its time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    figure, axes = pyplot.subplots(figsize=(14, 1.5 + 0.75 * len(blocks)))
-    for line, kernels in enumerate(blocks.values()):
-        at = 0.0
-        for kernel in kernels:
-            axes.barh(line, kernel.us, left=at, height=0.6, color=COLOURS[kind(kernel.name)], edgecolor="white", linewidth=0.7)
-            at += kernel.us
-        widest = max(sum(k.us for k in each) for each in blocks.values())
-        at = 0.0
-        for kernel in kernels:
-            room = int(150 * kernel.us / widest)
-            if room > 3:
-                axes.text(at + kernel.us / 2, line, short(kernel.name)[:room], ha="center", va="center", fontsize=5)
-            at += kernel.us
-        axes.text(at, line, f"  {at / 1e3:.2f} ms, {len(kernels)} kernels", va="center", fontsize=7)
-    axes.set_yticks(range(len(blocks)), list(blocks), fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("us of one block on the GPU, kernels in their order")
-    axes.margins(x=0.12)
-    axes.legend(
-        handles=[Patch(color=c, label=name) for name, c in COLOURS.items()],
-        fontsize=7,
-        ncols=8,
-        loc="upper right",
-        bbox_to_anchor=(1, 1.15),
-    )
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

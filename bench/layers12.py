@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench import steps
 from bench.clock import medians, wall_timer
-from bench.decoder import DTYPES, MOST_APART, adapters, agreement, context, judge, left, timed_as, wall_and_peak
+from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, agreement, judge, left, timed_as, wall_and_peak
 from bench.rivals import paths
 from bench.steps import SIZES, Cell, Stack, Way
 from bench.suite import COMPILED, Run, Some, Suite, compilations, stack
@@ -72,12 +72,11 @@ def rows_of(ways: dict[str, Way], compiled: bool, run: Run) -> list[dict]:
     for mode in run.options.modes:
         if run.late(f"{mode}, {'compiled' if compiled else 'eager'}"):
             continue
-        tag = {f"{name}, {'compiled ' if compiled else ''}{mode}": name for name in ways}
-        fns = {key: getattr(ways[name], mode) for key, name in tag.items()}
+        fns = {name: getattr(way, mode) for name, way in ways.items()}
         with timed_as(mode, run.options.dropout, [way.model for way in ways.values()]):
-            measured = wall_and_peak(fns, run.options, run.failed)
-        for key, found in measured.items():
-            rows[tag[key]] |= {f"{mode}_{unit}": value for unit, value in found.items()}
+            measured = wall_and_peak(fns, run.options, run.failed, f"{{}}, {'compiled ' if compiled else ''}{mode}")
+        for name, found in measured.items():
+            rows[name] |= {f"{mode}_{unit}": value for unit, value in found.items()}
     return list(rows.values())
 
 
@@ -96,7 +95,7 @@ def measure(run: Run) -> None:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], device)
     values = adapters(base, options.r, DTYPES[options.adapter])
-    how = {"dropout": options.dropout, "context": context(options.device, options.dtype, options.adapter)}
+    how = adapted_as(options)
     ways = run.failed.attempt(options.ways, lambda way: Way(way, base, values, adapted, **how))
     steps.inputs(cell, ways, options)
     facts = {name: getattr(options, name) for name in ("layers", "seq", "dtype", "adapter", "r")}

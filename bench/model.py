@@ -22,6 +22,7 @@ import copy
 import json
 import math
 from contextlib import contextmanager, nullcontext
+from statistics import linear_regression
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,7 @@ class Trained:
         values: dict,
         inputs: dict[str, Tensor],
         loss_tokens: int,
+        *,
         dropout: float = 0.0,
         context=nullcontext,
     ):
@@ -263,8 +265,13 @@ def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     inputs, last = inputs_for(base, seq), options.loss_tokens
     truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last))
-    arguments = base, values, inputs, last, options.dropout, decoder.context(options.device, options.dtype, adapter)
-    return {way: compare(Trained(way, *arguments), truth) for way in options.ways if "dora" in way}
+    arguments, how = (base, values, inputs, last), decoder.adapted_as(options, adapter)
+    return {way: compare(Trained(way, *arguments, **how), truth) for way in options.ways if "dora" in way}
+
+
+def at(where: dict) -> str:
+    """The label of a way that fails there."""
+    return ", ".join(["{}", *(f"{key} {value}" for key, value in where.items())])
 
 
 class Bench:
@@ -276,40 +283,26 @@ class Bench:
         facts = {name: getattr(options, name) for name in ("model", "tiny", "dtype", "loss_tokens")}
         run.set(**facts, agreement={}, norms={}, paths={}, failed=run.failed)
 
-    def attempt(self, ways, where: dict, step) -> dict:
-        """``step(way)`` for each, without those that raise: their reason is kept with where it was."""
-        label = ", ".join(f"{key} {value}" for key, value in where.items())
-        tags = {f"{way}, {label}": way for way in ways}
-        return {tags[tag]: each for tag, each in self.run.failed.attempt(tags, lambda tag: step(tags[tag])).items()}
-
     def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
         torch.manual_seed(0)
         base = network(options, layers, width)
         values = adapters(base, r, DTYPES[adapter])
+        arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
         last = min(options.loss_tokens, seq)
-        arguments = (
-            base,
-            values,
-            inputs_for(base, seq),
-            last,
-            options.dropout,
-            decoder.context(options.device, options.dtype, adapter),
-        )
-        return self.attempt(options.ways, where, lambda way: Trained(way, *arguments))
+        return self.run.failed.attempt(options.ways, lambda way: Trained(way, *arguments, last, **how), at(where))
 
     def measure(self, runs: dict[str, Trained], mode: str, where: dict) -> None:
         """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
         where = where | {"dropout": self.options.dropout, "mode": mode}
         if self.run.late(where):
             return
-        tags = {f"{way}, {', '.join(f'{key} {value}' for key, value in where.items())}": way for way in runs}
-        fns = {tag: runs[way].of(mode) for tag, way in tags.items()}
+        fns = {way: run.of(mode) for way, run in runs.items()}
         with decoder.timed_as(mode, self.options.dropout, [run.model for run in runs.values()]):
-            found = wall_and_peak(fns, self.options, self.run.failed)
-        for tag, each in found.items():
-            speed = round(1e3 * runs[tags[tag]].tokens * micro_batches(mode) / each["ms"])
-            self.run.add(where | {"way": tags[tag]} | each | {"tokens_per_s": speed})
+            found = wall_and_peak(fns, self.options, self.run.failed, at(where))
+        for way, each in found.items():
+            speed = round(1e3 * runs[way].tokens * micro_batches(mode) / each["ms"])
+            self.run.add(where | {"way": way} | each | {"tokens_per_s": speed})
 
     def agree(self, runs: dict[str, Trained], adapter: str) -> None:
         """Before any optimizer step: the adapters are equal."""
@@ -318,7 +311,8 @@ class Bench:
             truth, first = results(runs["peft_dora"]), runs[mine[0]]
             found = {against(way): compare(runs[way], truth) for way in mine}
             found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
-            made = {"agreement": found, "paths": paths(first.model), "norms": norms_of_a_step(first)}
+            counts = norms_of_a_step(first)  # steps as they will be timed: the paths of their calls are counted, too
+            made = {"agreement": found, "paths": paths(first.model), "norms": counts}
             for part, each in made.items():
                 self.run.result[part][adapter] = each
             print(json.dumps(made), flush=True)
@@ -327,18 +321,18 @@ class Bench:
     def compile(self, runs: dict[str, Trained], adapter: str) -> None:
         """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
         where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way]
-        eager = self.attempt(ways, where | {"compiled": False}, lambda way: results(runs[way]))
+        eager = self.run.failed.attempt(ways, lambda way: results(runs[way]), at(where | {"compiled": False}))
         torch._dynamo.reset()
         for run in runs.values():
             run.compile()
-        found = self.attempt(eager, where, lambda way: compare(runs[way], eager[way]))
+        found = self.run.failed.attempt(eager, lambda way: compare(runs[way], eager[way]), at(where))
         self.run.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
 
     def all_modes(self) -> None:
         options = self.options
         for adapter in options.adapter:
             runs = self.prepare(adapter, options.r, options.seq, options.layers)
-            self.attempt(["agreement"], {"adapter": adapter}, lambda _, r=runs, a=adapter: self.agree(r, a))
+            self.run.failed.attempt(["agreement"], lambda _, r=runs, a=adapter: self.agree(r, a), at({"adapter": adapter}))
             for compiled in compilations(options):
                 if compiled:
                     self.compile(runs, adapter)
@@ -391,14 +385,10 @@ def exponents(rows: list[dict], over: str) -> dict[str, dict]:
 
 def fit(points: list[dict], over: str) -> dict:
     sizes = [row[over] for row in points]
-    slopes = {field: round(slope(sizes, [row[field] for row in points]), 3) for field in ("ms", "peak_mb")}
-    return {"from": sizes[0], "to": sizes[-1]} | slopes
-
-
-def slope(x: list[float], y: list[float]) -> float:
-    u, v = ([math.log(each) for each in values] for values in (x, y))
-    middle = sum(u) / len(u)
-    return sum((a - middle) * b for a, b in zip(u, v, strict=True)) / sum((a - middle) ** 2 for a in u)
+    x, found = list(map(math.log, sizes)), {"from": sizes[0], "to": sizes[-1]}
+    for field in ("ms", "peak_mb"):
+        found[field] = round(linear_regression(x, [math.log(row[field]) for row in points]).slope, 3)
+    return found
 
 
 def markdown(result: dict) -> str:

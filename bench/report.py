@@ -288,14 +288,11 @@ def norms() -> list[str]:
 
 
 def compose_line() -> str:
-    x = pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336)
-    fused, plain, copy = (
-        [f"{x[f'{mode}_{way}_ms']:.3f}" for mode in ("fwd", "fwd_bwd")] for way in ("triton", "plain", "copy")
-    )
     return (
-        f"`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fused[0]} forward, {fused[1]} with backward; "
-        f"the formula in plain torch {plain[0]} and {plain[1]}; a copy of the same bytes {copy[0]} and {copy[1]}."
-    )
+        "`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fwd_triton_ms:.3f} forward, {fwd_bwd_triton_ms:.3f} "
+        "with backward; the formula in plain torch {fwd_plain_ms:.3f} and {fwd_bwd_plain_ms:.3f}; a copy of the same bytes "
+        "{fwd_copy_ms:.3f} and {fwd_bwd_copy_ms:.3f}."
+    ).format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
 
 
 # The columns of one layer: way, and whether its norm is given
@@ -347,15 +344,10 @@ def layers12() -> str:
 
 
 def host(machine: str) -> str:
-    rows = result(f"{machine}/host")["rows"]
-    us = {
-        way: {f: f"{pick(rows, way=way)[f'{f}_us']:.0f}" for f in ("fwd", "fwd_bwd")}
-        for way in ("fdora", "peft_lora", "peft_dora")
-    }
     return (
-        f"forward {us['fdora']['fwd']} us against LoRA's {us['peft_lora']['fwd']}, with backward "
-        f"{us['fdora']['fwd_bwd']} against {us['peft_lora']['fwd_bwd']}, DoRA's {us['peft_dora']['fwd_bwd']}"
-    )
+        "forward {fdora[fwd_us]:.0f} us against LoRA's {peft_lora[fwd_us]:.0f}, with backward {fdora[fwd_bwd_us]:.0f} against "
+        "{peft_lora[fwd_bwd_us]:.0f}, DoRA's {peft_dora[fwd_bwd_us]:.0f}"
+    ).format_map({row["way"]: row for row in result(f"{machine}/host")["rows"]})
 
 
 def means() -> str:

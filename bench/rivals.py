@@ -44,14 +44,14 @@ def peft_layer(W: Tensor | nn.Module, A: Tensor, B: Tensor, m: Tensor | None, s:
     return layer, fill(layer, A, B, m)
 
 
-def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None) -> dict[str, Tensor]:
+def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None, adapter: str = "default") -> dict[str, Tensor]:
     """Put copies of these values, in their dtype, into PEFT's layer."""
     parts = {"A": (layer.lora_A, A), "B": (layer.lora_B, B)}
     if m is not None:
         parts["m"] = (layer.lora_magnitude_vector, m)
     for modules, value in parts.values():
-        modules["default"].weight = nn.Parameter(value.detach().clone())
-    return {name: modules["default"].weight for name, (modules, _) in parts.items()}
+        modules[adapter].weight = nn.Parameter(value.detach().clone())
+    return {name: modules[adapter].weight for name, (modules, _) in parts.items()}
 
 
 def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, prefix: str = "") -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import DTYPES, LINEARS, MOST_APART, adapters, compiled_forward, context, judge, left, timed_as
+from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, compiled_forward, judge, left, timed_as
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack
 from bench.table import pivot, table
@@ -108,7 +108,7 @@ class Way:
     """One model, and its modes on the input of :meth:`feed`."""
 
     def __init__(
-        self, name: str, base: Stack, values: dict, adapt: Callable | None = None, dropout: float = 0.0, context=nullcontext
+        self, name: str, base: Stack, values: dict, adapt: Callable | None = None, *, dropout: float = 0.0, context=nullcontext
     ):
         self.name, self.context = name, context
         self.model, self.leaves = (adapt or adapted)(name, base, values, dropout)
@@ -181,8 +181,7 @@ def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    how = {"dropout": options.dropout, "context": context(options.device, options.dtype, options.adapter)}
-    return failures.attempt(options.ways, lambda name: Way(name, base, values, **how))
+    return failures.attempt(options.ways, lambda name: Way(name, base, values, **adapted_as(options)))
 
 
 def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
@@ -239,12 +238,17 @@ class Gpu:
         self.graphs, self.anchor = graphs, anchor_graph()
 
     def times(
-        self, fns: Mapping[str, Callable[[], object]], wall_ms: Mapping[str, float], runs: int, failures: Failures
+        self,
+        fns: Mapping[str, Callable[[], object]],
+        wall_ms: Mapping[str, float],
+        runs: int,
+        failures: Failures,
+        label: str = "{}",
     ) -> tuple[dict[str, float], str]:
-        tags = {f"capture of {name}": name for name in fns}
-        graphs = failures.attempt(tags if self.graphs else (), lambda tag: capture(fns[tags[tag]], 1, self.anchor))
+        able = fns if self.graphs else ()
+        graphs = failures.attempt(able, lambda name: capture(fns[name], 1, self.anchor), f"capture of {label}")
         if len(graphs) == len(fns):
-            return medians({tags[tag]: partial(replay_ms, graph) for tag, graph in graphs.items()}, runs), "graph"
+            return medians({name: partial(replay_ms, graph) for name, graph in graphs.items()}, runs), "graph"
         graphs.clear()
         torch.cuda.synchronize()
         return medians({name: partial(behind_a_wait, fn, wall_ms[name]) for name, fn in fns.items()}, runs), "events"
@@ -262,12 +266,11 @@ def warm(step: Callable[[], object], compiled: str) -> None:
 def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, options, failures: Failures) -> list[dict]:
     """A row for each way; ``mode`` may be "compiled:..."."""
     compiled, _, plain = mode.rpartition(":")
-    label = f"{cell.model}, S {cell.S}, r {cell.r}, {mode}"
-    tags = {f"{name}, {label}": way for name, way in ways.items()}
-    steps = {tag: getattr(way, plain) for tag, way in tags.items()}
-    able = failures.attempt(steps, lambda tag: warm(tags[tag].step if plain == "micro" else steps[tag], compiled))
+    label = f"{{}}, {cell.model}, S {cell.S}, r {cell.r}, {mode}"
+    able = {name: getattr(way, plain) for name, way in ways.items()}
+    warmed = failures.attempt(able, lambda name: warm(ways[name].step if plain == "micro" else able[name], compiled), label)
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
-    able = {tag: steps[tag] for tag in able}
+    able = {name: able[name] for name in warmed}
     if not able:
         return []
     ms, turns = wall(able, options.device, many, options.runs)
@@ -275,18 +278,19 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     if gpu:
         runs = min(options.runs, max(LEAST, int(many / sum(ms.values()))))
         if plain == "micro":
-            parts = {f"{part}, {tag}": (tag, part) for part in ("first", "gradient") for tag in able}
-            fns = {key: getattr(tags[tag], part) for key, (tag, part) in parts.items()}
-            found, gpu_by = gpu.times(fns, {key: ms[tag] / share for key, (tag, _) in parts.items()}, runs, failures)
-            gpu_ms = {tag: (found[f"first, {tag}"] + (MICRO - 1) * found[f"gradient, {tag}"]) / MICRO for tag in able}
+            parts = {f"{part}, {name}": (name, part) for part in ("first", "gradient") for name in able}
+            fns = {key: getattr(ways[name], part) for key, (name, part) in parts.items()}
+            issue = {key: ms[name] / share for key, (name, _) in parts.items()}
+            found, gpu_by = gpu.times(fns, issue, runs, failures, label)
+            gpu_ms = {name: (found[f"first, {name}"] + (MICRO - 1) * found[f"gradient, {name}"]) / MICRO for name in able}
         else:
-            gpu_ms, gpu_by = gpu.times(able, ms, runs, failures)
+            gpu_ms, gpu_by = gpu.times(able, ms, runs, failures, label)
     rows = []
-    for tag in able:
-        row = {**cell._asdict(), "dropout": options.dropout, "mode": plain, "compiled": compiled, "way": tags[tag].name}
-        row |= {"ms": round(ms[tag] / share, 3), "turns": turns}
-        if tag in gpu_ms:
-            row |= {"gpu_ms": round(gpu_ms[tag], 3), "gpu_by": gpu_by}
+    for name in able:
+        row = {**cell._asdict(), "dropout": options.dropout, "mode": plain, "compiled": compiled, "way": name}
+        row |= {"ms": round(ms[name] / share, 3), "turns": turns}
+        if name in gpu_ms:
+            row |= {"gpu_ms": round(gpu_ms[name], 3), "gpu_by": gpu_by}
         rows.append(row)
     return rows
 

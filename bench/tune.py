@@ -313,10 +313,10 @@ mixed = partial(bank, ranks=MIXED * 8, both=True)
 OPS: dict[str, Op] = {
     "norm": Op(f"{FACADES}.norm.norm_config", NORMS, tiles_of_norm, norm),
     "norm_codes": Op(
-        f"{FACADES}.quant.quant_config", [(4096, 14336, r) for r in (128, 384)], tiles_of_codes, partial(norm, codes=True)
+        f"{FACADES}.norm_codes.quant_config", [(4096, 14336, r) for r in (128, 384)], tiles_of_codes, partial(norm, codes=True)
     ),
     "norm_strips": Op(
-        f"{FACADES}.quant_strips.strip_config", [(4096, 14336, r) for r in (16, 64)], strips_of_codes, partial(norm, codes=True)
+        f"{FACADES}.norm_codes.strip_config", [(4096, 14336, r) for r in (16, 64)], strips_of_codes, partial(norm, codes=True)
     ),
     "tree": Op(f"{FACADES}.tree_table.tree_config", [(4096, 14336, 1024, r) for r in (16, 64, 128, 384)], tiles_of_tree, tree),
     "few": Op(
@@ -327,7 +327,7 @@ OPS: dict[str, Op] = {
         bare=partial(linear, bare=True),
     ),
     "small": Op(f"{FACADES}.small.small_config", SMALLS, tiles_of_small, linear, ALL_NARROW, partial(linear, bare=True)),
-    "codes": Op(f"{FACADES}.small_quant.small_codes_config", LAYERS, tiles_of_few_codes, partial(linear, codes=True)),
+    "codes": Op(f"{FACADES}.small.small_codes_config", LAYERS, tiles_of_few_codes, partial(linear, codes=True)),
     "pass": Op(
         f"{FACADES}.scale.scale_config",
         PASSES,

@@ -1,6 +1,6 @@
 """DINOv2's ViT-g/14 in half precision: plain, with PEFT's LoRA and DoRA, and with fdora, eager and compiled.
 
-    python -m bench.vit --device cuda --json FILE --picture FILE.svg
+    python -m bench.vit --device cuda --json FILE
     python -m bench.vit --device cuda --layers 40 --modes inference --json FILE
 
 The model is bench/vit_model.py, random weights; every linear of its blocks is adapted, away from its start. "plain_folded" has
@@ -10,8 +10,7 @@ up and down in one call. Wall time of one call until the GPU is done, median of 
 images a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the
 images. First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
-torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name. In the picture they
-stand in their order, each as wide as its time: what one box does was one operation for each name in eager mode.
+torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import copy
 import math
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 
 from bench.clock import free, medians, wall_timer
 from bench.decoder import adapters, apart, compile_each, judge
-from bench.kernels import Kernel, by_name, middle_block, picture, profiled, shares
+from bench.kernels import Kernel, by_name, middle_block, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations
 from bench.table import table
@@ -171,7 +169,6 @@ OPTIONS = {
     "--modes": Some(MODES),
     **COMPILED,
     "--tiny": False,
-    "--picture": Path,
 }
 
 
@@ -195,8 +192,6 @@ def measure(run: Run) -> None:
         free(options.device)
     for label, each in kernels.items():
         print(f"\n{label}, one block\n{shares(each)}")
-    if options.picture and kernels:
-        picture({label: each for label, each in kernels.items() if label.startswith("inference")}, options.picture)
 
 
 def shown(result: dict) -> str:

@@ -35,8 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     if not first:
         parser.print_help()
         return 0
-    status: int = import_module(COMMANDS[parser.parse_args([first]).command]).main(rest)
-    return status
+    return import_module(COMMANDS[parser.parse_args([first]).command]).main(rest)
 
 
 if __name__ == "__main__":

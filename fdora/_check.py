@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ MAX_PASSED = 8192
 
 
 def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple | None:
-    """What names such a call, for :func:`passed`; None where it must be checked every time: under a compiler or torch.func, for
+    """What names such a call, for :func:`once`; None where it must be checked every time: under a compiler or torch.func, for
     tensors that are not plain ones, and for an s that is not a finite number.
     """
     if torch.compiler.is_compiling() or functorch_active():
@@ -201,13 +202,18 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     return None if found is None else (fn, found)
 
 
-def passed(key: tuple | None) -> bool:
-    """Whether the checks of shapes, dtypes and devices passed for such a call already: a third of a small layer's host time."""
-    return key is not None and key in _passed  # a compiler that reads the set compiles anew whenever it grew
-
-
-def remember(key: tuple | None) -> None:
+def once(fn: str, tensors: tuple[Any, ...], scalars: Iterable[Any], check: Callable[[], object], door: bool = True) -> bool:
+    """Calls ``check`` unless such a call passed it before: checks of shapes, dtypes and devices are a third of a small layer's
+    host time. With a ``door`` for DTensors: whether there are any among them, whose parts are checked in their turn.
+    """
+    key = key_of(fn, tensors, *scalars)
+    if key is not None and key in _passed:  # a compiler that reads the set compiles anew whenever it grew
+        return False
+    if door and is_sharded(*tensors):
+        return True
+    check()
     if key is not None:
         if len(_passed) >= MAX_PASSED:
             _passed.clear()
         _passed.add(key)
+    return False

@@ -1,7 +1,8 @@
 """Layers that are called as they were before: what they are called with, asked as little as is enough to know that.
 
-A layer of PEFT is seven modules, and each of them may be another by the next call. To ask them in Python takes the host as long
-as a launch. The C beside the kernels (fdora/triton/runtime/plain.c) brings faster functions with the same meaning.
+An adapted layer is seven modules, and each of them may be another by the next call. To ask them in Python takes the host as
+long as a launch. The C beside the kernels (fdora/triton/runtime/plain.c) brings faster functions with the same meaning. They
+are told what a framework calls its attributes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ class Entry(NamedTuple):
     same: tuple[tuple[str, Any], ...] = ()  # attributes that have these values
 
 
+class Names(NamedTuple):
+    """How a framework calls attributes of its layers."""
+
+    variants: str  # a dict: what fdora keeps of each adapter, its route among that
+    active: str  # the name of the active adapter, perhaps in a list
+    quiet: tuple[str, ...]  # of any module: it must be absent or false
+
+
 class Route(NamedTuple):
     """What was found out about a layer with one adapter, and what it was found out from. Holds no tensor."""
 
@@ -31,18 +40,18 @@ class Route(NamedTuple):
 Found = tuple[Any, ...]  # the variant, s, and the parameters of all entries in their order
 
 
-def python_follow(layers: tuple[Any, ...], quiet: tuple[str, ...], alone: bool) -> list[Found] | None:
+def python_follow(layers: tuple[Any, ...], names: Names, alone: bool) -> list[Found] | None:
     """Of each layer what its route leads to. None where one has no route for its active adapter; where a module is missing, of
     another class, has no parameter of that name (one that is None counts), or has other attributes; or where one of the
-    attributes ``quiet`` of a module is true. ``alone``: the layer is called by itself, so that its own hooks have run: none of
+    quiet attributes of a module is true. ``alone``: the layer is called by itself, so that its own hooks have run: none of
     its own attributes are asked, and it must not share its call with others."""
     all_found: list[Found] = []
     for layer in layers:
         facts = layer.__dict__
-        name = facts.get("_active_adapter")
+        name = facts.get(names.active)
         if type(name) is list and len(name) == 1:
             name = name[0]
-        variant = facts.get("lora_variant", {}).get(name) if type(name) is str else None
+        variant = facts.get(names.variants, {}).get(name) if type(name) is str else None
         route = None if variant is None else variant.__dict__.get("route")
         if route is None or route.name != name or (alone and variant.__dict__.get("shared") is not None):
             return None
@@ -54,7 +63,7 @@ def python_follow(layers: tuple[Any, ...], quiet: tuple[str, ...], alone: bool) 
                 if part is None:
                     return None
             facts = part.__dict__
-            if type(part) is not entry.kind or any(map(facts.get, () if alone and not i else quiet)):
+            if type(part) is not entry.kind or any(map(facts.get, () if alone and not i else names.quiet)):
                 return None
             if any([at not in facts or facts[at] != value for at, value in entry.same]):
                 return None
@@ -93,7 +102,7 @@ def python_operands(
 
 
 # Ask as _plain.follow and so on: they may become others.
-follow: Callable[[tuple[Any, ...], tuple[str, ...], bool], list[Found] | None] = python_follow
+follow: Callable[[tuple[Any, ...], Names, bool], list[Found] | None] = python_follow
 unchanged: Callable[[tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int], bool] = python_unchanged
 operands: Callable[..., tuple[Any, ...] | None] = python_operands
 

@@ -191,8 +191,7 @@ def fsdp2_groups(model: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module,
 
 def piece_of(t: Any) -> Tensor | None:
     """A DTensor's own tensor of this rank; None of another tensor. ``to_local`` gives a view of it, which nobody holds."""
-    piece: Tensor | None = getattr(t, "_local_tensor", None)
-    return piece
+    return getattr(t, "_local_tensor", None)
 
 
 def no_graph() -> bool:

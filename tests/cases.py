@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fdora.autograd.norm import smallest_bytes_of
 from fdora.eager.dropout import drop
 from fdora.functional import (
     DoraLayer,
@@ -88,6 +89,7 @@ class Problem:
     trainable: Sequence[str] = ()
     same: Sequence[tuple[int, int]] = ()  # outputs that must be equal bit for bit
     slack: float = 0.0  # relative error that is allowed beside the roundings: that of c
+    outputs: torch.dtype | None = None  # what they must have, where that is known
 
 
 class Options(NamedTuple):
@@ -99,6 +101,11 @@ class Options(NamedTuple):
     largest: int
     bytes: int
     whole: bool = False  # sizes are multiples of 8, and tensors lie as descriptors of TMA want them
+    ranks: Sequence[int] = ()  # of any size where empty
+    kinds: Sequence[str] = ()  # of KINDS, all where empty
+    tokens: int = 0  # of any number where 0
+    dropout: bool = True
+    codes: bool = False  # every weight that may be quantised is
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -144,6 +151,8 @@ class Draw:
         return found
 
     def rank(self) -> int:
+        if self.options.ranks:
+            return self.of(*self.options.ranks)
         if self.options.whole:
             return self.of(8, 16, 24, 64)
         return self.of(1, 2, 3, 4, 8, 8, 16, 16, 17, 24, 32, 64, self.size(most=min(384, self.options.largest)))
@@ -159,6 +168,7 @@ class Draw:
         return "plain" if self.options.whole else self.of(*LAYOUTS[: len(LAYOUTS) - (not expanded)])
 
     def lead(self, M: int) -> tuple[int, ...]:
+        M = self.options.tokens or M
         if M == 1 and self.chance(0.4):
             return ()
         kind = self.of(1, 1, 2, 3)
@@ -276,10 +286,15 @@ def norm_eps(dtype: torch.dtype) -> float:
 
 def coded(d: Draw, N: int, K: int) -> dict | None:
     """What :func:`fdora.quant.quantize` is told, for some weights."""
-    if not N * K or d.chance(0.5):
+    if not N * K or (d.chance(0.5) and not d.options.codes):
         return None
     kind = d.of(*QUANTISED)
-    return None if kind in ("mxfp4", "nvfp4") and K % 2 else {"kind": kind.split()[0], **QUANTISED[kind]}
+    how = {"kind": kind.split()[0], **QUANTISED[kind]}
+    if how["kind"] in ("nf4", "fp4"):
+        how["group"] = d.of(8, 32, 64, 64, 256)
+    if how["kind"] in ("int8", "fp8"):
+        how["block"] = d.of("row", None, (16, 48), (128, 128))
+    return None if how["kind"] in ("mxfp4", "nvfp4") and K % 2 else how
 
 
 def adapted(
@@ -312,38 +327,52 @@ def weights(d: Draw, N: int, K: int, r: int, s: float, kind: str) -> tuple[Tenso
     if kind == "cancelling" and s:
         W[::2] = -s * (B @ A)[::2] + d.normal(N, K, std=0.01 * max(K, 1) ** -0.5)[::2]
     m = reference.norm(W, A, B, s) * (1 + d.of(0.0015, 0.05) * d.normal(N))
+    if kind == "nan_row" and W.numel():
+        W[d.random.randrange(N), d.random.randrange(K)] = math.nan
     if kind == "zero_rows":
         m[::2] = 1e-12
     if kind == "zero_m":
         m[::3] = 0
     if kind == "negative_m":
         m[::2] *= -1
-    if kind == "large_m":
-        m[::3] *= 30
+    if kind in ("large_m", "tiny_m"):
+        m[::3] *= 30 if kind == "large_m" else 1e-6
     return W, A, B, m
 
 
-KINDS = ("plain", "plain", "start", "zero_rows", "zero_rows", "zero_m", "negative_m", "large_m", "cancelling")
+KINDS = (
+    "plain",
+    "plain",
+    "start",
+    "zero_rows",
+    "zero_rows",
+    "zero_m",
+    "negative_m",
+    "large_m",
+    "tiny_m",
+    "cancelling",
+    "nan_row",
+)
 
 
 def layers(
     d: Draw, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, all_adapted: bool, biases: tuple[float, ...] = (1.0, 100.0)
 ) -> Callable:
     """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers."""
-    p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft"))
+    p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft")) if d.options.dropout else (0.0, "none")
     fixed, detach = [], d.chance(0.7)
     for N, K in shapes:
         has_adapter = all_adapted or d.chance(0.8)
         dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}
         if d.chance(0.4):
             dtypes["b"] = d.dtype()
-        kind = d.of("plain", "negative_m", "large_m") if not detach else d.of(*KINDS)
+        kind = d.of("plain", "negative_m", "large_m") if not detach else d.of(*d.options.kinds or KINDS)
         if dtype == torch.float16 and len(biases) == 1:  # 30 times as much in each layer of an MLP is more than it holds
             kind = kind.replace("large_m", "plain")
         if has_adapter and d.chance(0.8 if kind == "zero_rows" else 0.5):  # rows of 0 are where a gradient of c is 0
             dtypes["c"] = torch.promote_types(dtype, torch.float32)
         layouts = {n: d.layout() for n in "WABmb"} | {"c": d.layout(expanded=False)}
-        code = coded(d, N, K) if detach else None
+        code = coded(d, N, K) if detach and kind != "nan_row" else None
         fixed.append((N, K, d.rank(), d.scaling(), kind, has_adapter, dtypes, layouts, code))
 
     def fresh(e: Draw) -> tuple[Tensors, list[Layer], float]:
@@ -466,12 +495,12 @@ def bound(q: Tensor, p: int) -> Tensor:
 def norm(d: Draw) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, axis = d.rank(), d.scaling(), d.dtype(), d.of(1, 1, 1, 0)
-    kind, how = d.of("plain", "start", "zero_rows", "cancelling"), d.of("plain", "state", "squared", "gradient")
+    kind, how = d.of("plain", "start", "zero_rows", "cancelling", "nan_row"), d.of("plain", "state", "squared", "gradient")
     if how == "gradient":  # where c is 0 the true one is none
         kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
-    with_base, budget = d.chance(0.4), d.of(None, None, 2**20 + 64 * (N + K) * (r + 8))
-    code = coded(d, N, K) if axis and how != "gradient" else None
+    with_base, budget = d.chance(0.4), d.of(None, None, 1, 3, 100)  # times as many bytes as it needs
+    code = coded(d, N, K) if axis and how != "gradient" and kind != "nan_row" else None
 
     def one(e: Draw) -> Problem:
         values = dict(zip("WAB", weights(e, N, K, r, s, kind), strict=False))
@@ -484,7 +513,10 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
 
         def call(t: Tensors) -> list[Tensor]:
             own = t["W"] if codes is None else codes
-            W, extra = own if axis else t["W"].mT, {"s": s, "norm_axis": axis, "max_bytes": budget, "backend": d.backend}
+            W, extra = own if axis else t["W"].mT, {"s": s, "norm_axis": axis, "backend": d.backend}
+            if budget:
+                factors = (t["A"], t["B"]) if axis else (t["B"].mT, t["A"].mT)
+                extra["max_bytes"] = budget * smallest_bytes_of(W, *factors, with_base)
             if with_base:
                 extra["base_sqnorm"] = dora_base_sqnorm(W, backend=d.backend)
             if how != "state":
@@ -501,8 +533,9 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
             return [f(*each) for each in three]
 
         def truth(W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-            c = reference.norm(W, A, B, s)
-            return c.square() if how == "squared" else c
+            squares = (W + s * B @ A).square().sum(1)
+            zero = squares == 0  # where a root has no slope
+            return squares if how == "squared" else torch.where(zero, 1, squares).sqrt() * ~zero
 
         def naive(W: Tensor, A: Tensor, B: Tensor) -> Tensor:
             wide = torch.promote_types(W.dtype, torch.float32)
@@ -514,7 +547,8 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
             whole = W + abs(s) * B @ A
             if how == "gradient":
                 true = through(truth, {n: v.double() for n, v in problem.tensors.items()})[0].detach()
-                return (whole.square() / (2 * true[:, None])).sum(1) + reference.norm(W, A, B, abs(s)).detach()
+                slope = torch.where(true > 0, 0.5 / true, 0)
+                return (whole.square() * slope[:, None]).sum(1) + reference.norm(W, A, B, abs(s)).detach()
             return whole.square().sum(1) if how == "squared" else reference.norm(W, A, B, abs(s))
 
         problem = Problem(
@@ -567,6 +601,7 @@ def scale(d: Draw) -> Callable[[Draw], Problem]:
             truth=g,
             size=lambda t, p: g(t, 1e-12**p),
             dtype=dtypes[1],
+            outputs=dtypes[1],
             trainable=("m", "c"),
         )
 
@@ -583,11 +618,16 @@ def composed(d: Draw, delta: bool) -> Callable[[Draw], Problem]:
     def one(e: Draw) -> Problem:
         values = {"base": e.normal(*lead, N), "lora": e.normal(*lead, N, std=0.1), "g": 1 + spread * e.normal(N)}
         values["bias"] = e.normal(N, std=e.of(1.0, 100.0))
-        t = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes}
+        t = tensors = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes}
 
-        def y(t: Tensors, s: float, g: Tensor, less: float) -> list[Tensor]:
-            out = (g - less) * t["base"] + g * (s * t["lora"])
+        def y(t: Tensors, s: float, g: Tensor, g_of_base: Tensor) -> list[Tensor]:
+            out = g_of_base * t["base"] + g * (s * t["lora"])
             return [out + t["bias"] if biased else out]
+
+        def size(t: Tensors, p: int) -> list[Tensor]:
+            g = t["g"]
+            less = (tensors["g"].double() - float(delta)).abs() ** p  # exact: no larger than g itself by its roundings
+            return y(t, abs(s) ** p, g, less + g - g.detach())
 
         def call(t: Tensors) -> list[Tensor]:
             if delta:
@@ -597,9 +637,9 @@ def composed(d: Draw, delta: bool) -> Callable[[Draw], Problem]:
         return Problem(
             t,
             call,
-            truth=lambda t: y(t, s, t["g"], float(delta)),
-            size=lambda t, p: y(t, abs(s) ** p, t["g"], -float(delta)),
-            naive=lambda t: y(t, s, t["g"].to(dtype), float(delta)),
+            truth=lambda t: y(t, s, t["g"], t["g"] - float(delta)),
+            size=size,
+            naive=lambda t: y(t, s, t["g"].to(dtype), (t["g"] - float(delta)).to(dtype)),
             dtype=wide,
             trainable=tuple(t),
         )
@@ -650,13 +690,16 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, layouts = d.rank(), d.scaling(), d.dtype(), {n: d.layout() for n in "WABm"}
     dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}
-    kind = d.of(*(k for k in KINDS if not (back and k == "zero_m")))
-    given, code = back or d.chance(0.5), None if back else coded(d, N, K)
+    kind = d.of(*(k for k in KINDS if not (back and k in ("zero_m", "tiny_m", "nan_row"))))
+    given, code = back or d.chance(0.5), None if back or kind == "nan_row" else coded(d, N, K)
+    with_gamma = not back and d.chance(0.3)
 
     def one(e: Draw) -> Problem:
         t, c, codes = adapted(e, N, K, r, s, kind, dtypes, layouts, code)
         if back:  # a row that was wiped out does not come back
             t["m"] = torch.where(t["m"] == 0, 1, t["m"])
+        if with_gamma:
+            t["gamma"] = e.lay(e.normal(N), dtype, "plain")
         slack = 0.0
         if given:
             t["c"] = e.lay(c, torch.promote_types(dtype, torch.float32), "sliced")
@@ -664,12 +707,13 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
             slack = Layer(0, s).look({f"{n}0": v for n, v in t.items()})
 
         def call(t: Tensors) -> list[Tensor]:
-            f = dora_unmerge if back else dora_merge
-            return [f(t["W"] if codes is None else codes, t["A"], t["B"], t["m"], s=s, norm=t.get("c"), backend=d.backend)]
+            f, more = (dora_unmerge, {}) if back else (dora_merge, {"gamma": t.get("gamma")})
+            W = t["W"] if codes is None else codes
+            return [f(W, t["A"], t["B"], t["m"], s=s, norm=t.get("c"), backend=d.backend, **more)]
 
         def formula(t: Tensors, s: float, c: Tensor) -> list[Tensor]:
             W, A, B, m = (t[n] for n in "WABm")
-            g = m / c
+            g = m / c * t.get("gamma", 1)
             return [(W / g[:, None]).where(c[:, None] > 1e-12, 0) - s * B @ A if back else g[:, None] * (W + s * B @ A)]
 
         def norm_of(t: Tensors) -> Tensor:
@@ -705,22 +749,30 @@ def gated_size(z: Tensor, act: str, p: int) -> Tensor:
 def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem]:
     """Adapters of one W, or experts with a W each, of one layer or of an MLP: tokens in segments or by number, with gates or not,
     some of nobody."""
-    (M, N, K), G, r = d.sizes(3, zero=0.05), d.of(1, 2, 3, 5), d.rank()
+    (M, N, K), G, r = d.sizes(3, zero=0.05), d.of(1, 2, 3, 5, 9), d.rank()
     M, dtype, kind, by = (
-        min(M, 150),
+        d.options.tokens or min(M, 150),
         d.dtype(),
         d.of("plain", "zero_m", "negative_m", "zero_rows"),
         d.of("offsets", "ids", "ids"),
     )
     slots = d.of(1, 2, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
     s = [d.scaling() for _ in range(1 if own else G)] * (G if own else 1)
-    p = 0.0 if own else d.of(0.0, 0.3)
+    p = 0.0 if own or not d.options.dropout else d.of(0.0, 0.3)
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
+    tokens = (M,) if own else d.lead(M) or (1,)
+    # what the bank holds beyond a rank; kernels read it where m is 0, and dm is NaN there
+    M, beyond = math.prod(tokens), 0.0 if kind == "zero_m" else d.of(0.0, math.nan)
+    plain = not own and d.chance(0.2)  # LoRA
     dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}} | ({"b": dtype} if act == "gpt_oss" or d.chance(0.5) else {})
     layouts = {n: d.layout(expanded=False) for n in "xWABmb"}
-    with_c, inner = d.chance(0.5), d.size(most=40) if act else 0
+    with_c, inner = d.chance(0.5) and not plain, d.size(most=40) if act else 0
     shapes = [(2 * inner, K), (N, inner)] if act else [(N, K)]
     codes = [coded(d, *shape) if not own or shape[0] % 16 == 0 else None for shape in shapes]
+
+    def of_adapter(t: Tensor, name: str, g: int) -> Tensor:
+        t = t[g] if own or name in "ABmc" else t
+        return t[: ranks[g]] if name == "A" else t[:, : ranks[g]] if name == "B" else t
 
     def bank(e: Draw, i: int) -> tuple[Tensors, QuantWeight | None]:
         """Layer i."""
@@ -729,18 +781,19 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
         far = act == "gpt_oss" and dtype.itemsize > 2  # some gates are cut off; where z is rounded to half, others would be
         values |= {"B": e.normal(G, N, r, std=0.1 * r**-0.5), "b": e.normal(*lead, N, std=8 if far else 1)}
         for g, rank in enumerate(ranks):
-            values["A"][g, rank:] = values["B"][g, :, rank:] = 0
+            values["A"][g, rank:] = values["B"][g, :, rank:] = beyond
         if kind == "zero_rows":
             values["W"][..., ::2, :] = values["B"][:, ::2] = 0
         t, code = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes if n != "m"}, codes[i]
         q = None if code is None else quantize(t["W"].reshape(-1, K), **code, dtype=dtype)
         if q is not None:
             t["W"] = q.dequantize(torch.float32).view(*lead, N, K)
-        c = torch.stack([reference.norm(t["W"][g] if own else t["W"], t["A"][g], t["B"][g], s[g]) for g in range(G)])
+        c = torch.stack([reference.norm(*(of_adapter(t[n], n, g) for n in "WAB"), s[g]) for g in range(G)])
         m = c * (1 + 0.05 * e.normal(G, N)) * (-1 if kind == "negative_m" else 1)
         if kind == "zero_m":
             m[:, ::3] = 0
-        t["m"] = e.lay(m.where(c > 0, 1e-12), dtypes["m"], layouts["m"])
+        if not plain:
+            t["m"] = e.lay(m.where(c > 0, 1e-12), dtypes["m"], layouts["m"])
         if with_c:
             t["c"] = e.lay(c, torch.promote_types(dtype, torch.float32), "plain")
         return {f"{n}{i}": v for n, v in t.items()}, q
@@ -753,7 +806,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
         if by == "offsets":
             ids = torch.cat([ids[ids >= 0].sort()[0], ids[ids < 0]]).view(M, 1)
         ends = [int((ids == g).sum()) for g in range(G)]
-        t["x"] = e.lay(e.normal(M, K), dtype, layouts["x"])
+        t["x"] = e.lay(e.normal(*tokens, K), dtype, layouts["x"])
         if slots:
             t["gates"] = e.lay(e.normal(M, slots).abs(), dtype, "plain")
         drawn = [e.random.getrandbits(62) for _ in range(G)]
@@ -761,12 +814,13 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
 
         def of_one(t: Tensors, i: int, g: int) -> Tensors:
             """The tensors of layer i of one adapter or expert."""
-            return {n: t[f"{n}{i}"][g] if own or n in "ABmc" else t[f"{n}{i}"] for n in "WABmbc" if f"{n}{i}" in t}
+            one = {n: of_adapter(t[f"{n}{i}"], n, g) for n in "WABmbc" if f"{n}{i}" in t}
+            return one | dict.fromkeys("mc", one["W"].new_ones(len(one["W"]), dtype=torch.float64)) if plain else one
 
         slack = sum(max(z.look(of_one(t, i, z.i)) for z in each) for i, each in enumerate(found))
 
         def call(t: Tensors) -> list[Tensor]:
-            where = {"ids": ids if slots else ids[:, 0], "backend": d.backend}
+            where = {"ids": ids if slots else ids.view(tokens), "backend": d.backend}
             if by == "offsets":
                 ends_of = torch.tensor(ends, dtype=torch.int32, device=e.device).cumsum(0).to(torch.int32)
                 where = {"offsets": ends_of, "backend": d.backend}
@@ -788,7 +842,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
                 parts, places = [], []
                 for g in range(G + 1):
                     places.append((ids[:, j] == (g if g < G else -1)).nonzero().squeeze(1))
-                    x = t["x"][places[-1]]
+                    x = t["x"].reshape(M, K)[places[-1]]
                     if g < G:
                         x = f(found[0][g], of_one(t, 0, g), x)
                         parts.append(f(found[1][g], of_one(t, 1, g), glu(x, act)) if act else x)
@@ -796,7 +850,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
                         parts.append(x.new_zeros(len(x), N) if own else f(frozen, of_one(t, 0, 0), x))
                 whole = torch.cat(parts)[torch.cat(places).argsort()]
                 y = y + (whole * t["gates"][:, j, None] if slots else whole)
-            return [y]
+            return [y.view(*tokens, N)]
 
         problem = of_layers(t, call, compose, dtype, slack)
         problem.size = lambda t, p: compose(lambda z, t, x: z.size(t, x, p), t, lambda z, act: gated_size(z, act, p))
@@ -838,13 +892,16 @@ def embedding(d: Draw) -> Callable[[Draw], Problem]:
         ids = (torch.rand(lead, generator=e.generator, device=e.device) ** 2 * V).to(e.of(torch.int64, torch.int32))
         padding = e.random.randrange(V) if padded else None
         behind = None if padding is None else e.of(padding, padding - V)
-        c = z.c.to(torch.promote_types(dtype, torch.float32)) if with_c else None
+        if with_c:
+            t["c"] = z.c.to(torch.promote_types(dtype, torch.float32))
 
         def call(t: Tensors) -> list[Tensor]:
-            return [dora_embedding(ids, *(t[n] for n in "WABm"), s=s, norm=c, padding_idx=behind, backend=d.backend, **more)]
+            how = {"s": s, "norm": t.get("c"), "padding_idx": behind, "backend": d.backend}
+            return [dora_embedding(ids, *(t[n] for n in "WABm"), **how, **more)]
 
         def formula(t: Tensors, p: int = 1, sign: float = s) -> list[Tensor]:
-            return [reference.embedding(ids, t["W"] * clip**p, *(t[n] for n in "ABm"), sign, axis, z.c**p, padding)]
+            c = t.get("c", z.c**p)
+            return [reference.embedding(ids, t["W"] * clip**p, *(t[n] for n in "ABm"), sign, axis, c, padding)]
 
         return Problem(
             t,
@@ -852,7 +909,7 @@ def embedding(d: Draw) -> Callable[[Draw], Problem]:
             truth=formula,
             size=lambda t, p: formula(t, p, abs(s) ** p),
             dtype=dtype,
-            trainable="ABm",
+            trainable=[n for n in t if n != "W"],
             slack=slack,
         )
 
@@ -864,6 +921,8 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
     n, G, transposed, s, dtype = d.of(1, 2, 2, 3), d.of(1, 2, 2, 3), d.chance(0.4), d.scaling(), d.dtype()
     L, c, out, r = d.of(0, 1, 1, 1, 2, 2, 2), d.of(1, 2, 5), d.of(1, 2, 7), d.of(1, 2, 3)
     kernel, space = [d.of(1, 2, 3) for _ in range(n)], [d.of(5, 6, 9) for _ in range(n)]
+    if n == 1 and d.chance(0.3):
+        space = [1100]  # more points than one program has
     how = {"stride": d.of(1, 1, 2), "padding": d.of(0, 1), "dilation": d.of(1, 1, 2), "groups": G, "transposed": transposed}
     if not transposed:
         how["padding_mode"] = d.of("zeros", "zeros", "circular", "reflect", "replicate")
@@ -873,7 +932,7 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
         how["output_padding"] = d.of(0, 1) if how["stride"] == 2 else 0
     sees_all, alone = G > 1 and not transposed and d.chance(0.4), L == 1 and d.chance(0.3)  # as PEFT's A does; without a batch
     dtypes = {"W": dtype, "x": dtype, **{name: d.beside(dtype) for name in "ABm"}} | ({"b": dtype} if d.chance(0.5) else {})
-    layouts = {name: d.layout() for name in dtypes}
+    layouts, with_c = {name: d.layout() for name in dtypes}, d.chance(0.3)
 
     def one(e: Draw) -> Problem:
         shapes = {"x": (L, c * G, *space), "B": (out * G, r, *[1] * n), "b": (out * G,)}
@@ -890,15 +949,17 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
         true = norms(*(t[name] for name in "WAB"), s)
         whole = norms(*(t[name].abs() for name in "WAB"), abs(s))
         t["m"] = e.lay(true * (1 + 0.05 * e.normal(len(true))), dtypes["m"], "plain")
+        if with_c:
+            t["c"] = true.to(torch.promote_types(dtype, torch.float32))
 
         def call(t: Tensors) -> list[Tensor]:
             f = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
             x = t["x"][0] if alone else t["x"]
-            y = f(x, *(t[name] for name in "WABm"), s=s, bias=t.get("b"), backend=d.backend, **how)
+            y = f(x, *(t[name] for name in "WABm"), s=s, bias=t.get("b"), norm=t.get("c"), backend=d.backend, **how)
             return [y[None] if alone else y]
 
         def formula(t: Tensors, p: int = 1, sign: float = s) -> list[Tensor]:
-            return [reference.conv(*(t[name] for name in "xWABm"), sign, t.get("b"), true**p, **how)]
+            return [reference.conv(*(t[name] for name in "xWABm"), sign, t.get("b"), t.get("c", true**p), **how)]
 
         return Problem(
             t,
@@ -936,9 +997,10 @@ ORDER += ("base_sqnorm", "linear", "scale", "init", "multi", "embedding", "exper
 
 
 def run(
-    f: Formula, tensors: Tensors, needs: Sequence[str], dys: Sequence[Tensor | None] | Callable
+    f: Formula, tensors: Tensors, needs: Sequence[str], dys: Sequence[Tensor | None] | Callable, twice: bool = False
 ) -> dict[str, Tensor | None]:
-    """Outputs and gradients by name. ``dys`` may make them from the outputs; None for an output that nobody uses."""
+    """Outputs and gradients by name. ``dys`` may make them from the outputs; None for an output that nobody uses. ``twice``:
+    a second backward through the same graph must say the same."""
     leaves = {n: tensors[n].detach().requires_grad_() for n in needs}
     ys = list(f(tensors | leaves))
     found: dict[str, Tensor | None] = {f"y{i}": y for i, y in enumerate(ys)}
@@ -946,7 +1008,11 @@ def run(
     used = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None and y.requires_grad]
     if leaves and used:
         outputs, weights = map(list, zip(*used, strict=True))
-        grads = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), weights, retain_graph=twice, allow_unused=True)
+        if twice:
+            more = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+            if not all(d.is_sparse or same_bits(d, again) for d, again in zip(grads, more, strict=True) if d is not None):
+                raise Wrong("a second backward differs from the first")
         found |= {f"d{n}": d.to_dense() if d is not None and d.is_sparse else d for n, d in zip(leaves, grads, strict=True)}
     return found
 
@@ -978,7 +1044,8 @@ def judge(problem: Problem, got: dict, needs: Sequence[str], dys: Sequence[Tenso
             continue
         if mine is None:
             raise Wrong(f"{name} is missing")
-        if mine.shape != want.shape or (name[0] == "d" and mine.dtype != t[name[1:]].dtype):
+        dtype = t[name[1:]].dtype if name[0] == "d" else problem.outputs or mine.dtype
+        if mine.shape != want.shape or mine.dtype != dtype:
             raise Wrong(f"{name} is {tuple(mine.shape)} {mine.dtype}, wanted {tuple(want.shape)}")
         if want.numel() == 0:
             continue
@@ -987,11 +1054,14 @@ def judge(problem: Problem, got: dict, needs: Sequence[str], dys: Sequence[Tenso
         eps *= 1 if eps > 1e-6 else WIDER
         whole = size[name].detach().abs() ** (1 / p)
         error = (mine.detach().double() - want.detach()).abs()
+        if not mine[want.isnan()].isnan().all():
+            raise Wrong(f"{name} hides a NaN")
         error = error.where(whole < torch.finfo(mine.dtype).max / 4, 0)  # may be infinite
         limit = (CLOSE * eps + problem.slack) * whole + torch.finfo(mine.dtype).tiny
-        share = (error / limit).nan_to_num(nan=math.inf).max().item()
+        shares = (error / limit).nan_to_num(nan=math.inf).where(~want.isnan(), 0)
+        share = shares.max().item()
         if share > 1:
-            worst = tuple(int(i) for i in torch.unravel_index((error / limit).nan_to_num(nan=math.inf).argmax(), error.shape))
+            worst = tuple(int(i) for i in torch.unravel_index(shares.argmax(), error.shape))
             raise Wrong(
                 f"{name}{list(worst)} of {tuple(want.shape)} is {mine[worst]:.6g}, wanted {want[worst]:.6g}, "
                 f"{share:.3g} times its budget; {int((error > limit).sum())} like it"
@@ -1046,6 +1116,8 @@ def one_round(e: Draw, fresh: Callable[[Draw], Problem], kept: Kept) -> float:
             stack.enter_context(torch.no_grad() if mode == "no_grad" else torch.inference_mode())
         problem = fresh(e)
         needs = [n for n in problem.trainable if mode == "grad" and e.chance(0.7)]
+        if any(n[0] == "W" and t.isnan().any() for n, t in problem.tensors.items()):
+            needs = []  # all would be NaN
         before = {n: t.clone() for n, t in problem.tensors.items()}
         dys: list[Tensor | None] = []
 
@@ -1055,7 +1127,7 @@ def one_round(e: Draw, fresh: Callable[[Draw], Problem], kept: Kept) -> float:
                 dys.append(dy if len(ys) == 1 or e.chance(0.8) else None)
             return dys
 
-        got = run(problem.call, problem.tensors, needs, draw)
+        got = run(problem.call, problem.tensors, needs, draw, twice=e.chance(0.2))
         again = run(problem.call, problem.tensors, needs, dys)
         for name, t in got.items():
             if not same_bits(t, again[name]):

@@ -1,4 +1,4 @@
-"""Peak memory as the allocator sees it, temporaries inside ops included; and bytes that ops move."""
+"""Peak memory as the allocator sees it, temporaries inside ops included; what is kept for backward; and bytes that ops move."""
 
 import gc
 
@@ -46,6 +46,13 @@ def _cuda(fn):
     torch.cuda.reset_peak_memory_stats()
     result = fn()
     return torch.cuda.max_memory_allocated() - before, result
+
+
+def saved(fn):
+    """The result of fn(), and the tensors that autograd was given to keep for its backward."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        return fn(), found
 
 
 def held_bytes(fn):

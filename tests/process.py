@@ -1,4 +1,4 @@
-"""Cases that want packages that PEFT refuses to share an environment with: in a process of their own, from a folder of their own."""
+"""Processes of this Python; among them cases with packages that PEFT refuses to share an environment with, from a folder of their own."""
 
 import os
 import subprocess
@@ -10,12 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def python(*arguments, cwd=ROOT, **env):
+    """What a process of this Python ended with. Of its environment what is None is left out."""
+    env = {name: value for name, value in (os.environ | env).items() if value is not None}
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True)
+
+
 def run_cases(file, folder, passed, **env):
     """``pytest file``, of which at least so many must pass, with the packages that the Makefile puts into ``folder``."""
     packages = Path(sys.prefix) / folder
     if not packages.exists():
         pytest.skip(f"`make test` installs {folder} into {packages}; this environment was made otherwise")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(file)]
-    env = os.environ | {"PYTHONPATH": f"{packages}:{ROOT}"} | env
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = python("-m", "pytest", "-p", "no:cacheprovider", "-rA", file, PYTHONPATH=f"{packages}:{ROOT}", **env)
     assert done.returncode == 0 and done.stdout.count("PASSED") >= passed, done.stdout[-6000:] + done.stderr[-2000:]

@@ -58,66 +58,12 @@ SIGNATURES = {
 SECTIONS = ("Args:", "Returns:", "Raises:", "Memory:", "References:")
 
 
-def test_names():
-    assert sorted(F.__all__) == sorted(SIGNATURES)
-    public = {n for n, v in vars(F).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(F.__all__)
-    assert sorted(fdora.__all__) == ["FdoraError", "__version__", "backend"]
-    assert all(getattr(fdora, name) is getattr(F, name) for name in F.__all__)
-    with pytest.raises(AttributeError, match="module 'fdora' has no attribute 'dora_all'"):
-        fdora.dora_all
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name, module=F, wanted=SIGNATURES):
-    signature = inspect.signature(getattr(module, name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == wanted[name]
-
-
-@pytest.mark.parametrize("name", [n for n in SIGNATURES if n.startswith("dora_")])
-def test_docstrings_have_every_part_in_order(name, module=F):
-    doc = inspect.getdoc(getattr(module, name))
-    assert "``" in doc.splitlines()[0] or "``" in doc.split("\n\n")[1], "no formula at the top"
-    at = [doc.find(section) for section in SECTIONS]
-    assert -1 not in at and at == sorted(at), dict(zip(SECTIONS, at, strict=True))
-    for parameter in inspect.signature(getattr(module, name)).parameters:
-        assert f"{parameter}:" in doc or f"{parameter}," in doc or f", {parameter}" in doc, f"{parameter} is not described"
-
-
-def test_names_of_conversion():
-    import fdora.convert as convert
-
-    public = {n for n, v in vars(convert).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert (
-        public
-        == set(convert.__all__)
-        == {
-            "Adapter",
-            "Weights",
-            "adapter_scale",
-            "combine",
-            "for_comfyui",
-            "from_diffusers",
-            "from_kohya",
-            "from_peft",
-            "from_torchtune",
-            "kohya_names",
-            "llama_from_torchtune",
-            "llama_to_torchtune",
-            "merge",
-            "read",
-            "to_diffusers",
-            "to_kohya",
-            "to_lora",
-            "to_peft",
-            "to_torchtune",
-            "write",
-            "write_scales",
-        }
-    )
-
-
+CONVERT = (
+    *("Adapter", "Weights", "adapter_scale", "combine", "for_comfyui", "from_diffusers", "from_kohya", "from_peft"),
+    *("from_torchtune", "kohya_names", "to_diffusers"),
+    *("llama_from_torchtune", "llama_to_torchtune", "merge", "read", "to_kohya", "to_lora", "to_peft", "to_torchtune"),
+    *("write", "write_scales"),
+)
 QUANT = {
     "Affine": "(block)",
     "Codes8": "(code, scale, block, unit)",
@@ -146,28 +92,6 @@ QUANT = {
 }
 
 
-def test_names_of_quant():
-    import fdora.quant as quant
-
-    # A submodule and a function share the names opaque and quantize: the function is what the package gives.
-    public = {n for n, v in vars(quant).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(quant.__all__) == {"SAFE", "TABLES", *QUANT}
-
-
-@pytest.mark.parametrize("name", QUANT)
-def test_signatures_of_quant(name):
-    import fdora.quant as quant
-
-    test_signatures(name, quant, QUANT)
-
-
-@pytest.mark.parametrize("name", [n for n in QUANT if n.islower()])
-def test_docstrings_of_quant_have_every_part_in_order(name):
-    import fdora.quant as quant
-
-    test_docstrings_have_every_part_in_order(name, quant)
-
-
 SCHEDULE = {
     "Action": "(stage, microbatch, backward)",
     "Packed": "(adapters, microbatches, bound, remainder, method, why)",
@@ -193,19 +117,6 @@ SCHEDULE = {
     "to_json": "(schedule)",
     "verify": "(microbatches, lengths, spec)",
 }
-
-
-@pytest.mark.parametrize("name", SCHEDULE)
-def test_schedules(name):
-    import fdora.jobs.schedule as schedule
-
-    public = {n for n, v in vars(schedule).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(schedule.__all__) == set(SCHEDULE)
-    signature = inspect.signature(getattr(schedule, name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    # the default of forward is a function, whose repr has an address
-    text = re.sub(r"(\w+)=<function (\w+) at \w+>", r"\1=\2", str(inspect.Signature(bare)))
-    assert text == SCHEDULE[name]
 
 
 PLAN = {
@@ -249,23 +160,55 @@ TRAIN = {
 }
 
 
-def test_trainers():
-    import fdora.jobs.loop as train
+# Module, its public names and signatures; a submodule and a function may share a name.
+MODULES = {
+    "functional": SIGNATURES,
+    "quant": {"SAFE": None, "TABLES": None} | QUANT,
+    "convert": dict.fromkeys(CONVERT),
+    "jobs.schedule": SCHEDULE,
+    "jobs.plan": {"Setup": None} | PLAN,
+    "jobs.loop": TRAIN,
+}
+DESCRIBED = {
+    "functional": "dora_",
+    "quant": "",
+}  # whose functions, by how their names begin, have every part in their docstring
+EVERY = [(module, name) for module, names in MODULES.items() for name in names]
 
-    public = {n for n, v in vars(train).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(train.__all__) == set(TRAIN)
-    for name in TRAIN:
-        test_signatures(name, train, TRAIN)
+
+def public(module):
+    return importlib.import_module(f"fdora.{module}")
 
 
-def test_plans():
-    import fdora.jobs.plan as plan
+def test_names():
+    for module, names in MODULES.items():
+        there = {n for n, v in vars(public(module)).items() if not n.startswith("_") and not inspect.ismodule(v)}
+        assert there == set(public(module).__all__) == set(names), module
+    assert sorted(fdora.__all__) == ["FdoraError", "__version__", "backend"]
+    assert all(getattr(fdora, name) is getattr(F, name) for name in F.__all__)
+    with pytest.raises(AttributeError, match="module 'fdora' has no attribute 'dora_all'"):
+        fdora.dora_all
 
-    public = {n for n, v in vars(plan).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    # submodules and functions share the names memory and plan
-    assert public == set(plan.__all__) == {"Setup", *PLAN}
-    for name in PLAN:
-        test_signatures(name, plan, PLAN)
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, name in EVERY if MODULES[module][name]])
+def test_signatures(module, name):
+    signature = inspect.signature(getattr(public(module), name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    # a default that is a function has an address in its repr
+    text = re.sub(r"(\w+)=<function (\w+) at \w+>", r"\1=\2", str(inspect.Signature(bare)))
+    assert text == MODULES[module][name]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(m, n) for m, n in EVERY if n.islower() and m in DESCRIBED and n.startswith(DESCRIBED[m])]
+)
+def test_docstrings_have_every_part_in_order(module, name):
+    doc, signature = (of(getattr(public(module), name)) for of in (inspect.getdoc, inspect.signature))
+    assert "``" in doc.splitlines()[0] or "``" in doc.split("\n\n")[1], "no formula at the top"
+    at = [doc.find(section) for section in SECTIONS]
+    assert -1 not in at and at == sorted(at), dict(zip(SECTIONS, at, strict=True))
+    for parameter in signature.parameters:
+        assert f"{parameter}:" in doc or f"{parameter}," in doc or f", {parameter}" in doc, f"{parameter} is not described"
 
 
 @pytest.mark.parametrize(("old", "new"), [("schedule", "schedule"), ("plan", "plan"), ("train", "loop")])

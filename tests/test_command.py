@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fdora.__main__ import COMMANDS, main
+from tests.process import python
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 16}
 LLAMA |= {"intermediate_size": 128, "vocab_size": 100}
@@ -22,15 +23,15 @@ def ended(line):
 
 def test_importing_fdora_imports_neither_triton_nor_peft():
     code = "import sys, fdora, fdora.__main__; sys.exit(any(n in sys.modules for n in ('triton', 'peft', 'fdora.functional')))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert python("-c", code).returncode == 0
     code = "from fdora import dora_linear as a; from fdora.functional import dora_linear as b; assert a is b"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 def test_no_warning_of_torchs_about_numpy():
     """torch needs none, and warns at its import: nothing but its answer is what a command says."""
     code = "import sys; sys.modules['numpy'] = None; from fdora.__main__ import main; main(['--version'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0 and not done.stderr
 
 
@@ -47,7 +48,7 @@ def test_the_whole_help_names_every_command(capsys):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_commands_too(module):
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+    done = python("-m", module, "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: fdora")
 
 

@@ -1,10 +1,8 @@
 """README and docs/ keep their word: programs run and do what they say, commands and links exist, figures are the results."""
 
 import inspect
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import torch
 
 import fdora.functional
 from bench import records, report
-from tests.snippets import PAGE, SNIPPETS, execute
+from tests.process import python
+from tests.snippets import PAGE, SNIPPETS, execute, programs, ran
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -22,13 +21,11 @@ PAGES = {
     for path in sorted(ROOT.glob(f"{folder}**/*.md" if folder else "*.md"))
 }
 README, RESULTS = PAGES["README.md"], PAGES["bench/RESULTS.md"]
-USE_TRL, *PROGRAMS = re.findall(r"```python\n(.*?)```", README + PAGES["docs/start.md"] + PAGES["docs/migrate.md"], re.S)
+USE_TRL, *PROGRAMS = (each for page in ("README.md", "docs/start.md", "docs/migrate.md") for each in programs(page))
 
 
 def run(number):
-    space = {"__name__": "readme"}
-    exec(compile(PROGRAMS[number - 1], f"program {number}", "exec"), space)
-    return space
+    return ran(PROGRAMS[number - 1], f"program {number}")
 
 
 def test_there_are_four():
@@ -103,9 +100,7 @@ def test_program_4_is_torchtunes_layer():
     if not folder.exists():
         pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
     code = PROGRAM_4.format(program=PROGRAMS[3])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}, capture_output=True, text=True
-    )
+    done = python("-c", code, PYTHONPATH=f"{folder}:{ROOT}")
     assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
 
 
@@ -200,8 +195,7 @@ def test_the_torchtune_snippet():
     folder = Path(sys.prefix) / "torchtune"
     if not folder.exists():
         pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
-    env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", TORCHTUNE], env=env, capture_output=True, text=True)
+    done = python("-c", TORCHTUNE, PYTHONPATH=f"{folder}:{ROOT}")
     assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
 
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ from fdora.__main__ import main
 from fdora._dispatch import BackendChoice
 from fdora.doctor import Line, found, numbers, span
 from tests import snippets
+from tests.process import python
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -57,9 +56,8 @@ def test_in_an_environment_without_peft_and_triton(tmp_path):
         "    return known(name)\n"
         "m.version = version\n"
     )
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "fdora", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {"TRITON_INTERPRET": None, "PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "fdora", "doctor", **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^  peft +not installed$", done.stdout, re.M)
     assert re.search(r"^  Triton +not installed$", done.stdout, re.M)

@@ -1,20 +1,18 @@
 """docs/predict.md keeps its word about `explain`."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 import fdora.functional as functional
+from tests.snippets import ROOT, programs, ran
 
-PAGE = (Path(__file__).parents[1] / "docs" / "predict.md").read_text()
+PAGE = (ROOT / "docs/predict.md").read_text()
 
 
 def test_the_program(capsys):
     pytest.importorskip("triton", reason="its plans need Triton; `make test` installs it")
-    program, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    space = {"__name__": "docs"}
-    exec(compile(program, "docs/predict.md", "exec"), space)
+    space = ran(programs("docs/predict.md")[0], "docs/predict.md")
     said, out = space["said"], capsys.readouterr().out
     assert [plan.name for plan in said.plans] == ["dora_norm", "dora_linear forward", "dora_linear backward"]
     assert str(said) in out and {t.whose for t in said.kept} == {"new", "argument", "output"} and said.seconds > 0

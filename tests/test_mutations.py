@@ -11,7 +11,7 @@ import torch
 
 from tests import device  # noqa: F401 (read by the condition below)
 from tests.cases import Draw, rounds, usual
-from tests.checks import compose, conv, embedding, experts, group, linear, merge, mlp, multi, norm
+from tests.checks import conv, embedding, experts, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
 
 DROPOUT = [
@@ -21,7 +21,12 @@ DROPOUT = [
     test_dropout.test_drop_keeps_the_mean_and_dtype,
 ]
 
-CASES = {experts: ("experts", "experts_mlp"), compose: ("compose", "delta"), merge: ("merge", "unmerge")}  # else the function of that name
+compose, group = ("compose", "delta"), ("group",)  # cases alone notice what is wrong there
+CASES = {
+    experts: ("experts", "experts_mlp"),
+    merge: ("merge", "unmerge"),
+    norm: ("norm", "scale", "base_sqnorm"),
+}  # else the function of that name
 
 pytestmark = pytest.mark.skipif(
     "device.NAME != 'cpu'", reason="the eager code runs in full on a CPU only; runs with --device cpu"
@@ -212,16 +217,18 @@ def swap(monkeypatch, module, old, new):
 
 
 def checks_of(module):
-    """Its checks, and a slice of tests/cases.py for the same function."""
+    """Its checks, and a slice of tests/cases.py for the same function; or those of the functions named."""
     if isinstance(module, list):
         return module
+    alone = isinstance(module, tuple)
+    names = module if alone else CASES.get(module, (module.__name__.rpartition(".")[2],))
 
     def slice_of_cases():
         drawn = usual()._replace(largest=40)
-        for name, k in product(CASES.get(module, (module.__name__.rpartition(".")[2],)), range(48)):
+        for name, k in product(names, range(48)):
             list(rounds(name, lambda part: Draw(random.Random(f"{k} {part}"), drawn)))
 
-    return [*module.CHECKS, slice_of_cases]
+    return [slice_of_cases] if alone else [*module.CHECKS, slice_of_cases]
 
 
 def caught_by(checks):
@@ -241,7 +248,7 @@ def test_fault_is_caught(monkeypatch, name, old, new, checks):
 
 
 @pytest.mark.parametrize(
-    "checks", [norm, compose, linear, merge, group, mlp, multi, experts, embedding, conv], ids=lambda m: m.__name__.rpartition(".")[2]
+    "checks", [norm, compose, linear, merge, group, mlp, multi, experts, embedding, conv], ids=lambda m: m[0] if isinstance(m, tuple) else m.__name__.rpartition(".")[2]
 )
 def test_the_sound_code_passes(checks):
     assert caught_by(checks_of(checks)) is None

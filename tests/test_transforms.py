@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -87,6 +87,17 @@ def grouped_conv(image, kernel, down, B, m):
     return F.dora_conv2d(image, kernel, down, B[..., None, None], m, s=S, groups=2).flatten(-3)
 
 
+def of_experts(x, W, A, B, m, bias):
+    ends = [x.shape[0] // 2, x.shape[0]]
+    return F.dora_experts(x, torch.stack([W, 2 * W]), *many(A, B, m), s=S, offsets=ends, bias=torch.stack([bias, -bias]))
+
+
+def mlps_of_experts(x, W, A, B, m):
+    ends, both = [x.shape[0] // 2, x.shape[0]], torch.stack([W, 2 * W])
+    up, down = F.DoraLayer(both, *many(A, B, m), S), F.DoraLayer(both[:, :5, :3], *many(A[:, :3], B[:5], m[:5]), S)
+    return F.dora_experts_mlp(x, up, down, offsets=ends)
+
+
 ADAPTER = ("A", "B", "m")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
@@ -122,6 +133,8 @@ OPS = {
         ("x", *ADAPTER, "bias"),
         ("x", "seed"),
     ),
+    "experts": Op(of_experts, ("x", *ADAPTER, "bias"), ()),
+    "experts_mlp": Op(mlps_of_experts, ("x", *ADAPTER), ()),
     "embedding": Op(embedded(0), ADAPTER, ("ids",)),
     "embedding_rows": Op(embedded(1), ADAPTER, ("ids",)),
     "conv": Op(convolved, ("image", "down", "B", "m", "bias"), ("image",)),
@@ -226,24 +239,10 @@ def test_vmap_over_a_bank_of_adapters(name):
             assert_exact(d[n][i], plain_grad(op, singles[i])[n], n)
 
 
-def of_experts(x, W, A, B, m, bias):
-    ends = [x.shape[0] // 2, x.shape[0]]
-    return F.dora_experts(x, torch.stack([W, 2 * W]), *many(A, B, m), s=S, offsets=ends, bias=torch.stack([bias, -bias]))
-
-
-def mlps_of_experts(x, W, A, B, m, bias):
-    ends, both = [x.shape[0] // 2, x.shape[0]], torch.stack([W, 2 * W])
-    up, down = F.DoraLayer(both, *many(A, B, m), S), F.DoraLayer(both[:, :5, :3], *many(A[:, :3], B[:5], m[:5]), S)
-    return F.dora_experts_mlp(x, up, down, offsets=ends)
-
-
-OF_EXPERTS = {"experts": of_experts, "experts_mlp": mlps_of_experts}
-
-
-@pytest.mark.parametrize("name", [*(n for n in GRAD if "m" in OPS[n].trained and "dropout" not in n), *OF_EXPERTS])
+@pytest.mark.parametrize("name", [n for n in GRAD if "m" in OPS[n].trained and "dropout" not in n])
 def test_a_gradient_around_vmap(name):
     """Of the magnitudes alone: an m that is mapped does not say that somebody outside asks for its gradient."""
-    op = OPS.get(name) or Op(OF_EXPERTS[name], (*ADAPTER, "bias"), ())
+    op = OPS[name]
     t = inputs(op)
     rest, each = {n: v for n, v in t.items() if n != "m"}, torch.stack([t["m"], 2 * t["m"], -t["m"]])
 
@@ -271,35 +270,22 @@ def test_vmap_draws_only_when_told_how():
     assert not torch.equal(different[0], different[1])
 
 
-class Layer(torch.nn.Module):
-    """Frozen weight as a buffer, adapter as parameters; every op takes part."""
-
-    def __init__(self):
-        super().__init__()
-        t = tensors()
-        self.register_buffer("W", t["W"])
-        for n in ("A", "B", "m", "bias"):
-            self.register_parameter(n, torch.nn.Parameter(t[n]))
-
-    def forward(self, x):
-        c = F.dora_norm(self.W, self.A, self.B, s=S, base_sqnorm=F.dora_base_sqnorm(self.W))
-        y = F.dora_linear(x, self.W, self.A, self.B, self.m, s=S, bias=self.bias, norm=c)
-        base, lora, g = x @ self.W.T, x @ self.A.T @ self.B.T, F.dora_scale(self.m, c)
-        z = F.dora_compose(base, lora, g, s=S, bias=self.bias)
-        return (
-            y + 2 * z + 3 * (base + F.dora_delta(base, lora, g, s=S)) + x @ F.dora_merge(self.W, self.A, self.B, self.m, s=S).T
-        )
-
-
-def test_functional_call():
-    layer = Layer()
-    x = tensors()["x"]
-    new = {n: p.detach() * 1.1 for n, p in layer.named_parameters()}
-    got = grad(lambda p: functional_call(layer, p, (x,)).square().sum())(new)
-    layer.load_state_dict(new, strict=False)
-    layer(x).square().sum().backward()
-    for n, p in layer.named_parameters():
-        assert_exact(got[n], p.grad, n)
+@pytest.mark.parametrize("name", [n for n in GRAD if n not in ("scale", "linear_own_norm")])  # that is norm and linear
+def test_second_derivatives_raise(name):
+    """They are never zeros. Those of dora_scale, which is torch's own division, are right."""
+    op = OPS[name]
+    trained, rest = split(op, inputs(op))
+    leaves, loss = {n: v.clone().requires_grad_() for n, v in trained.items()}, loss_of(op)
+    kind = name.partition("_")[0]
+    kind = {"conv": "compose", "experts": "linear"}.get(kind, kind)  # what they are made of
+    first = torch.autograd.grad(loss(leaves, rest), list(leaves.values()), create_graph=True)
+    for again in (
+        lambda: sum(d.square().sum() for d in first).backward(),
+        lambda: grad(lambda t: sum(d.square().sum() for d in grad(loss)(t, rest).values()))(trained),
+        lambda: jacrev(jacrev(loss))(trained, rest),
+    ):
+        with pytest.raises(NotImplementedError, match=f"second derivatives of .*dora_.*{kind}"):
+            again()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -462,7 +448,7 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
 
 
 # as others of their kind; convolutions: tests/functional/test_conv.py
-UNCOMPILED = ("mlp_dropout", "multi_dropout", "multi_ids", "embedding_rows", "conv", "conv_grouped")
+UNCOMPILED = ("mlp_dropout", "experts", "experts_mlp", "multi_dropout", "multi_ids", "embedding_rows", "conv", "conv_grouped")
 
 
 @pytest.mark.parametrize("name", [n for n in OPS if n not in UNCOMPILED])

@@ -2,11 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.snippets import ROOT, programs, ran
+
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 STATIONS = re.findall(r"\[`(\w+)`\]\((fdora/[\w/]+\.py)\)", PAGE)
 
@@ -28,9 +28,8 @@ def targets(node):
 def test_the_program(capsys):
     """The kernels it names are those that run, in that order."""
     pytest.importorskip("triton", reason="its plans need Triton; `make test` installs it")
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    space = {"__name__": "docs"}
-    exec(compile(program, "CONTRIBUTING.md", "exec"), space)
+    (program,) = programs("CONTRIBUTING.md")
+    space = ran(program, "CONTRIBUTING.md")
     steps = [step.what for plan in space["said"].plans for step in plan.steps]
     assert steps == ["norm_kernel", "sum_kernel", "cuBLAS", "gemm_tma_kernel"]
     assert str(space["said"]) in capsys.readouterr().out

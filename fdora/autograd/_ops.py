@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,88 +13,63 @@ import torch
 from torch import Tensor
 
 from fdora import eager
-from fdora._records import (
-    Bank,
-    BankNeeds,
-    Bound,
-    Dropout,
-    Grads,
-    Lookup,
-    Needs,
-    NormOf,
-    Onto,
-    Operands,
-    Options,
-    Saved,
-    SavedMlp,
-)
+from fdora._torch import apply, no_graph
 from fdora._torch import autocast_on as autocast_on
 
-Layers = Sequence[Operands]
-AllOptions = Sequence[Options]
-
 OLDEST = (8, 0)  # the first NVIDIA GPU whose tensor cores multiply bfloat16
+Op = Callable[..., Any]
+"""Arguments and results are those of the function of that name in fdora/eager, or in fdora/triton where eager has none."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """What a backend implements. Every op is listed below, so one that is missing fails at import."""
 
-    norm_fwd: Callable[[NormOf], Tensor]
-    sqnorm_fwd: Callable[[NormOf], Tensor]
-    norm_guarded: Callable[[NormOf, Tensor, Tensor], tuple[Tensor, Tensor]]
-    norm_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, float, tuple[bool, bool], Onto], tuple[Tensor | None, Tensor | None] | None
-    ]
-    """None where a backend leaves it to plain torch; so of embedding_bwd."""
-    base_sqnorm: Callable[[Tensor, int | None], Tensor]
-    compose_fwd: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
-    compose_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, float, bool, tuple[bool, bool, bool, bool]], tuple[Tensor | None, ...]
-    ]
-    layers_fwd: Callable[..., tuple[list[Tensor], Saved]]  # x, layers, options, dropout, and for one layer a residual
-    layers_bwd: Callable[
-        [Sequence[Tensor | None], Tensor, Layers, AllOptions, Dropout, Saved, bool, Sequence[Needs]],
-        tuple[Tensor | None, list[Grads]],
-    ]
-    layers_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout], Bound]
+    norm_fwd: Op
+    sqnorm_fwd: Op
+    norm_guarded: Op
+    norm_bwd: Op
+    """Gives None where a backend leaves it to plain torch; so does embedding_bwd."""
+    base_sqnorm: Op
+    compose_fwd: Op
+    compose_bwd: Op
+    layers_fwd: Op
+    layers_bwd: Op
+    layers_bound: Op
     """layers_fwd of plain tensors like these where nothing traces: x and the operands one behind the other, W dense, A and c
     given."""
-    mlp_fwd: Callable[..., tuple[Tensor, SavedMlp, tuple[Tensor, ...]]]  # x, layers, options, dropout, act
-    mlp_bwd: Callable[
-        [Tensor, Tensor, Layers, AllOptions, Dropout, Any, SavedMlp, bool, Sequence[Needs]],
-        tuple[Tensor | None, list[Grads]],
-    ]
-    mlp_bound: Callable[[tuple[Tensor | None, ...], AllOptions, Dropout, Any], Bound]
+    mlp_fwd: Op
+    mlp_bwd: Op
+    mlp_bound: Op
     """mlp_fwd in the same case."""
-    fp8_fwd: Callable[[Tensor, Layers, AllOptions, Dropout], tuple[list[Tensor], Saved]]
-    multi_fwd: Callable[[Tensor, Bank, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
-    multi_bwd: Callable[[Tensor, Tensor, Bank, Tensor, tuple[Tensor, ...], BankNeeds], tuple[Tensor | None, ...]]
-    bank_norm: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...] | None, int | None], Tensor]
-    route: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
-    spread: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
-    combine: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    gates_bwd: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
-    gated_fwd: Callable[[Tensor, str], Tensor]
-    gated_bwd: Callable[[Tensor, Tensor, str], Tensor]
-    embedding_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup], Tensor]
-    embedding_bwd: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Lookup, Needs], tuple[Tensor | None, ...] | None
-    ]
-    merge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    unmerge_fwd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    TreeLayers: Callable[..., Any]  # what norms of many layers are made with
-    is_decoded: Callable[[Any], bool] | None = None
+    fp8_fwd: Op
+    multi_fwd: Op
+    multi_bwd: Op
+    bank_norm: Op
+    route: Op
+    spread: Op
+    combine: Op
+    gates_bwd: Op
+    gated_fwd: Op
+    gated_bwd: Op
+    embedding_fwd: Op
+    embedding_bwd: Op
+    merge_fwd: Op
+    unmerge_fwd: Op
+    TreeLayers: Op
+    """What norms of many layers are made with."""
+    is_decoded: Op | None = None
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
-    norm_inside: Callable[[Tensor, Any, Tensor, Tensor], bool] | None = None
+    norm_inside: Op | None = None
     """Whether a layer of x and a dense W may come to layers_fwd and mlp_fwd without its norm."""
-    norm_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float, bool], Tensor | None] | None = None
-    norm_of_codes_guarded: Callable[..., tuple[Tensor, Tensor] | None] | None = None
-    stack_norms_of_codes: Callable[[Any, Sequence[Tensor | None], Tensor, Tensor, float], Tensor | None] | None = None
-    dense_of: Callable[[Any, Sequence[Tensor | None], torch.dtype], Tensor | None] | None = None
+    norm_of_codes: Op | None = None
+    norm_of_codes_guarded: Op | None = None
+    stack_norms_of_codes: Op | None = None
+    dense_of: Op | None = None
     """A W of this QuantSpec; None where only plain torch decodes it."""
-    norms_of_kept: Callable[[Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]], Sequence[Tensor]] | None = None
-    norms_kept: Callable[..., Any] | None = None  # of all layers of a model, in compiled code
+    norms_of_kept: Op | None = None
+    norms_kept: Op | None = None
+    """Of all layers of a model, in compiled code."""
 
 
 # file of a backend -> the ops that it has, by their names there
@@ -187,12 +162,18 @@ def autocast_off(t: Tensor) -> AbstractContextManager[None]:
 
 
 class Derivative(torch.autograd.Function):
-    """The backward of a function, as an op of its own for transforms and compilers.
+    """The gradients of a function, as an op of its own for transforms and compilers: ``compute(first, *rest)`` gives them.
 
-    Its first argument names the function in the error that a second derivative gives.
+    ``fn`` names the function in the error that a second derivative gives; ``first`` is a tensor, and all others are arguments
+    of this Function too, never inside of one.
     """
 
     generate_vmap_rule = True
+
+    @staticmethod
+    def forward(fn: str, compute: Any, first: Tensor, *rest: Any) -> Any:
+        with autocast_off(first):
+            return tuple([d for d in compute(first, *rest) if d is not None])  # vmap carries no None out of a Function
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -204,6 +185,14 @@ class Derivative(torch.autograd.Function):
             f"fdora: second derivatives of {ctx.fn} are not implemented. "
             "Take them through the plain formula: g * (x @ W.T + s * (x @ A.T) @ B.T) + bias."
         )
+
+
+def gradients_of(fn: str, needs: Iterable[bool], compute: Any, first: Tensor, *rest: Any) -> list[Tensor | None]:
+    """What ``compute(first, *rest)`` gives where ``needs`` asks for it, as a :class:`Derivative` where a graph is built."""
+    if no_graph() and not autocast_on(first):
+        return list(compute(first, *rest))
+    found = iter(apply(Derivative, fn, compute, first, *rest))
+    return [next(found) if need else None for need in needs]
 
 
 KEEP_INNER = "Pass keep_inner=True (in PEFT: use_fdora(model, keep_inner=True)), or write `y = c * y`."
@@ -220,14 +209,3 @@ def reread(ctx: Any, op: str, remedy: str = KEEP_INNER) -> Any:
             f"fdora.{op}: `y` must be left as it is until backward, got a tensor that was changed in place. "
             f"{remedy} (torch: {error})"
         ) from error
-
-
-def drop_none(grads: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    """The gradients that were asked for: vmap cannot carry a None out of a Function."""
-    return tuple(d for d in grads if d is not None)
-
-
-def restore_none(grads: Iterable[Tensor], needs: Iterable[bool]) -> list[Tensor | None]:
-    """Undo :func:`drop_none`."""
-    rest = iter(grads)
-    return [next(rest) if need else None for need in needs]

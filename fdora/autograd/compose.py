@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fdora._torch import apply
-from fdora.autograd._ops import OPS, Derivative, drop_none, restore_none
+from fdora.autograd._ops import OPS, gradients_of
+from fdora.eager.linear import as_matrix as as_matrix
 
 
 def compose(*args: Any) -> torch.Tensor:
@@ -33,13 +34,8 @@ class Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         needs = tuple(ctx.needs_input_grad[:4])
-        grads = apply(ComposeBwd, "dora_compose and dora_delta", dy, *ctx.saved_tensors, ctx.s, ctx.delta, needs, ctx.backend)
-        dbase, dlora, dg, dbias = restore_none(grads, needs)
+        rest = *ctx.saved_tensors, ctx.s, ctx.delta, needs
+        compute = OPS[ctx.backend].compose_bwd
+        dbase, dlora, dg, dbias = gradients_of("dora_compose and dora_delta", needs, compute, dy, *rest)
         #      base   lora   g   bias                                              s     delta backend
         return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
-
-
-class ComposeBwd(Derivative):
-    @staticmethod
-    def forward(fn, dy, base, lora, g, s, delta, needs, backend):
-        return drop_none(OPS[backend].compose_bwd(dy, base, lora, g, s, delta, needs))

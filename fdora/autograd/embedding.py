@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fdora._records import Lookup, Needs
 from fdora._torch import apply, no_graph
-from fdora.autograd._ops import OPS, Derivative, autocast_off, drop_none, restore_none
+from fdora.autograd._ops import OPS, autocast_off, gradients_of
 
 
 def embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str) -> Tensor:
@@ -37,15 +37,12 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy):
         needs = ctx.needs_input_grad[2:6]
-        grads = restore_none(apply(EmbeddingBwd, "dora_embedding", dy, *ctx.saved_tensors, ctx.how, needs, ctx.backend), needs)
+        grads = gradients_of("dora_embedding", needs, _backward, dy, *ctx.saved_tensors, ctx.how, needs, ctx.backend)
         #      ids   W     A B m c  how   backend
         return None, None, *grads, None, None
 
 
-class EmbeddingBwd(Derivative):
-    @staticmethod
-    def forward(fn, dy, ids, W, A, B, m, c, how, needs, backend):
-        with autocast_off(W):
-            given = (dy, ids, W, A, B, m, c, how, Needs(*needs, False))
-            found = OPS[backend].embedding_bwd(*given)
-            return drop_none(OPS["eager"].embedding_bwd(*given) if found is None else found)
+def _backward(dy, ids, W, A, B, m, c, how, needs, backend):
+    given = (dy, ids, W, A, B, m, c, how, Needs(*needs, False))
+    found = OPS[backend].embedding_bwd(*given)
+    return OPS["eager"].embedding_bwd(*given) if found is None else found

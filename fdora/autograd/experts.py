@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fdora._records import WIDTH, BankNeeds, Operands
-from fdora._torch import apply, no_graph
-from fdora.autograd._ops import OPS, Derivative, autocast_off, autocast_on, drop_none, reread, restore_none
+from fdora._torch import apply
+from fdora.autograd._ops import OPS, autocast_off, gradients_of, reread
 from fdora.autograd.multi import REMEDY, bank_of
 from fdora.autograd.multi import Call as BankCall
 from fdora.autograd.weight import Specs, flat_of, specs_of
@@ -61,19 +61,14 @@ class Weighted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        needs = tuple(ctx.needs_input_grad[:2])
-        drows, dgates = restore_none(apply(WeightedBwd, "experts", ctx.backend, needs, d, *ctx.saved_tensors), needs)
-        return drows, dgates, None, None, None
+        needs = ctx.needs_input_grad[:2]
+        return *gradients_of("experts", needs, _weighted_bwd, d, ctx.backend, needs, *ctx.saved_tensors), None, None, None
 
 
-class WeightedBwd(Derivative):
-    @staticmethod
-    def forward(
-        fn: str, backend: str, needs: tuple[bool, bool], d: Tensor, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor
-    ) -> Any:
-        ops = OPS[backend]
-        drows = ops.spread(d, order, gates, place.shape[1]) if needs[0] else None
-        return drop_none((drows, ops.gates_bwd(d, rows, place, gates.dtype) if needs[1] else None))
+def _weighted_bwd(d: Tensor, backend: str, needs: tuple[bool, bool], rows: Tensor, gates: Tensor, *to: Tensor) -> Any:
+    ops, (order, place) = OPS[backend], to
+    drows = ops.spread(d, order, gates, place.shape[1]) if needs[0] else None
+    return drows, ops.gates_bwd(d, rows, place, gates.dtype) if needs[1] else None
 
 
 class Gated(torch.autograd.Function):
@@ -156,27 +151,12 @@ class Mlp(torch.autograd.Function):
         needs = BankNeeds(flags[0], *own[0]), BankNeeds(any((flags[0], *own[0])), *own[1])
         wanted = (*needs[0], *needs[1][1:])
         saved = reread(ctx, "dora_experts_mlp", REMEDY)
-        if no_graph() and not autocast_on(dy):
-            found: Any = _backward(ctx.call, ctx.before, needs, dy, *saved)
-        else:
-            found = restore_none(apply(MlpBwd, "dora_experts_mlp", ctx.call, ctx.before, needs, dy, *saved), wanted)
-        dx, *grads = tuple(found)
+        dx, *grads = gradients_of("dora_experts_mlp", wanted, _backward, dy, ctx.call, ctx.before, needs, *saved)
         stored = len(flags) - 7 - 2 * WIDTH
         return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None, *[None] * stored
 
 
-class MlpBwd(Derivative):
-    @staticmethod
-    def forward(
-        fn: str, call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
-    ) -> Any:
-        with autocast_off(x):
-            return drop_none(_backward(call, before, needs, dy, x, *saved))
-
-
-def _backward(
-    call: Call, before: tuple[bool, bool], needs: tuple[BankNeeds, BankNeeds], dy: Tensor, x: Tensor, *saved: Any
-) -> tuple[Tensor | None, ...]:
+def _backward(dy: Tensor, call: Call, before: tuple[bool, bool], needs: Any, x: Tensor, *saved: Any) -> Any:
     """dx, then dA, dB, dm, dc and dbias of each layer."""
     z, h1, h2, kept1, kept2, s1, s2, offsets, order, place, *flat = saved
     ops = OPS[call.backend]
@@ -204,8 +184,7 @@ def _kept(value: Tensor | None, output: Tensor | None, before: bool) -> tuple[Te
 
 
 def _rows(ops: Any, x: Tensor, order: Tensor | None, place: Tensor | None) -> Tensor:
-    rows: Tensor = x if order is None or place is None else ops.spread(x, order, None, place.shape[1])
-    return rows
+    return x if order is None or place is None else ops.spread(x, order, None, place.shape[1])
 
 
 def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -> bool:
@@ -224,13 +203,11 @@ def experts_mlp(
     order, place = (None, None) if route is None else (route.order, route.place)
     specs = specs_of(layers)
     call = Call(call.act, call.saves, call.backend, specs)
-    y: Tensor = apply(Mlp, x, call, *s, offsets, order, place, *flat_of(layers, specs))[0]
-    return y
+    return apply(Mlp, x, call, *s, offsets, order, place, *flat_of(layers, specs))[0]
 
 
 def spread(x: Tensor, route: Route, backend: str) -> Tensor:
-    out: Tensor = apply(Spread, x, route.order, route.place, False, backend)
-    return out
+    return apply(Spread, x, route.order, route.place, False, backend)
 
 
 def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> Tensor:
@@ -238,10 +215,8 @@ def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> T
     if gates is None:
         back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], False, backend)
         return back.reshape(*route.place.shape, rows.shape[1])
-    out: Tensor = apply(Weighted, rows, gates, route.order, route.place, backend)
-    return out
+    return apply(Weighted, rows, gates, route.order, route.place, backend)
 
 
 def gated(z: Tensor, act: str) -> Tensor:
-    a: Tensor = apply(Gated, z, act)
-    return a
+    return apply(Gated, z, act)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fdora._records import WIDTH, Bank, BankNeeds, Operands
 from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
-from fdora.autograd._ops import OPS, Derivative, autocast_off, autocast_on, drop_none, reread, restore_none
+from fdora.autograd._ops import OPS, autocast_off, autocast_on, gradients_of, reread
 from fdora.autograd.weight import Specs, dense_in, flat_of, specs_of
 from fdora.eager._matmul import is_plain
 from fdora.eager.linear import as_matrix
@@ -98,7 +98,7 @@ def experts_norm(
         return quant.stack_norms(W, A, B, s, backend, wanted)
 
 
-def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: tuple[Any, ...], dtype: torch.dtype) -> Bank:
+def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: Sequence[Any], dtype: torch.dtype) -> Bank:
     """``flat``: operands of one layer, then what is stored of its W. W is dense and in the dtype of the products: codes are
     decoded here, and autocast's copy is made once for all."""
     W, A, B, m, c, bias, seed = flat[:WIDTH]
@@ -141,33 +141,12 @@ class Multi(torch.autograd.Function):
             return (None,) * len(flags)
         call, saved = ctx.call, reread(ctx, ctx.call.fn, REMEDY)
         needs = BankNeeds(flags[0], *flags[6:11])
-        if no_graph() and not autocast_on(dy):
-            found = _backward(call, ctx.kept, needs, dy, *saved)
-        else:
-            found = restore_none(apply(MultiBwd, call.fn, call, ctx.kept, needs, dy, *saved), needs)
-        dx, *grads = found
+        dx, *grads = gradients_of(call.fn, needs, _backward, dy, call, ctx.kept, needs, *saved)
         #      x   call  s     offsets order W   A B m c bias   seed and packed tensors
         return dx, None, None, None, None, None, *grads, *[None] * (len(flags) - 11)
 
 
-def _backward(
-    call: Call,
-    count: int,
-    needs: BankNeeds,
-    dy: Tensor,
-    x: Tensor,
-    s: Tensor,
-    offsets: Tensor,
-    order: Tensor | None,
-    h: Tensor,
-    *rest: Any,
-) -> Any:
+def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *saved: Any) -> Any:
+    s, offsets, order, h, *rest = saved
     bank = bank_of(call, s, offsets, order, rest[count:], x.dtype)
-    return OPS[call.backend].multi_bwd(dy, x, bank, h, rest[:count], needs)
-
-
-class MultiBwd(Derivative):
-    @staticmethod
-    def forward(fn: str, call: Call, count: int, needs: BankNeeds, dy: Tensor, x: Tensor, *rest: Any) -> Any:
-        with autocast_off(x):
-            return drop_none(_backward(call, count, needs, dy, x, *rest))
+    return OPS[call.backend].multi_bwd(dy, x, bank, h, tuple(rest[:count]), needs)

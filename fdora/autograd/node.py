@@ -28,12 +28,10 @@ from fdora._records import (
 from fdora._torch import apply, eager_apply, no_graph, values_only
 from fdora.autograd._ops import (
     OPS,
-    Derivative,
     autocast_off,
     autocast_on,
-    drop_none,
+    gradients_of,
     reread,
-    restore_none,
 )
 from fdora.autograd.norm import through_norm
 from fdora.autograd.weight import Specs, flat_of, layers_of, readable, specs_of, without_norm
@@ -103,8 +101,7 @@ def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
 def bound_layers(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
     """:func:`layers` of tensors for which the call is bound, without autocast."""
     if values_only():
-        ys: Sequence[Tensor] = call.run(tensors)[0]
-        return ys
+        return call.run(tensors)[0]
     return apply_bound(call, *tensors)
 
 
@@ -233,26 +230,22 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         if call.act is None:
             needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
         asked = (need_x, *(need for each in needs for need in each))
-        given = apply(LayersBwd, call.name, call, ctx.pre_scale, asked, x, *dys, *parts, *kept, *flat)
-        found = restore_none(given, asked)
+        found = gradients_of(call.name, asked, _flat_gradients, x, call, ctx.pre_scale, asked, *dys, *parts, *kept, *flat)
         dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
     d_residual = () if not call.residual else (dys[0] if flags[-1] else None,)
     #      call
     return None, dx, *to_inputs(grads, len(flat)), *d_residual
 
 
-class LayersBwd(Derivative):
-    @staticmethod
-    def forward(fn: str, call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], x: Tensor, *rest: Any) -> Any:
-        n = len(pre_scale)
-        count, width = (n, 1) if call.act is None else (1, ALL_MLP)
-        dys, parts = rest[:count], rest[count : count + width]
-        kept = rest[count + width : count + width + n]
-        needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
-        saved, flat = (parts, kept, pre_scale), rest[count + width + n :]
-        with autocast_off(x):
-            dx, grads = gradients(call, dys, x, flat, saved, flags[0], needs)
-        return drop_none((dx, *(d for each in grads for d in each)))
+def _flat_gradients(x: Tensor, call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], *rest: Any) -> Any:
+    """:func:`gradients` of tensors, and as tensors, one behind the other."""
+    n = len(pre_scale)
+    count, width = (n, 1) if call.act is None else (1, ALL_MLP)
+    dys, parts = rest[:count], rest[count : count + width]
+    kept = rest[count + width : count + width + n]
+    needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]
+    dx, grads = gradients(call, dys, x, rest[count + width + n :], (parts, kept, pre_scale), flags[0], needs)
+    return dx, *(d for each in grads for d in each)
 
 
 class BoundLayers(Layers):

@@ -1,4 +1,8 @@
-"""Autograd of the row norm; W and its squared norm are frozen."""
+"""Autograd of the row norm; W and its squared norm are frozen.
+
+The columns of a weight may be spread over processes: squares are added up over them, then the root. Every process adds up in
+every call. One that skipped it, because *its* A and B did not change, would leave the others waiting.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fdora._records import NormOf, Onto
-from fdora._torch import apply, detached, has_tangents
+from fdora._torch import all_reduce_sum, apply, detached, has_tangents
 from fdora.autograd import quant
-from fdora.autograd._ops import OPS, Derivative, autocast_off, drop_none, restore_none
+from fdora.autograd._ops import OPS, autocast_off, gradients_of
 from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
@@ -22,18 +26,12 @@ AnyWeight = Tensor | QuantWeight
 
 
 def row_norm(of: NormOf, backend: str, detach: bool = True) -> Tensor:
-    if not detach:
-        return apply(Norm, *of, None, backend)
-    of = _constant(of)
-    with torch.no_grad(), autocast_off(of.A):
-        if isinstance(of.W, QuantWeight):
-            return quant.norm(of, False, backend)
-        return OPS[backend].norm_fwd(of)
+    return _as_constants("norm_fwd", of, backend) if detach else apply(Norm, *of, None, (), False, backend)
 
 
 def with_gradient(c: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:
     """c, which somebody computed from these, with gradients to A and B."""
-    return apply(Norm, W, A, B, s, None, None, c.detach(), backend)
+    return apply(Norm, W, A, B, s, None, None, c.detach(), (), False, backend)
 
 
 def through_norm(
@@ -48,26 +46,22 @@ def through_norm(
 
 
 def row_sqnorm(of: NormOf, backend: str) -> Tensor:
-    of = _constant(of)
-    with torch.no_grad(), autocast_off(of.A):
-        if isinstance(of.W, QuantWeight):
-            return quant.norm(of, True, backend)
-        return OPS[backend].sqnorm_fwd(of)
+    return _as_constants("sqnorm_fwd", of, backend)
 
 
 def guarded_norm(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    of, (c, seen) = _constant(of), detached(c, seen)
+    return _as_constants("norm_guarded", of, backend, c, seen)
+
+
+def _as_constants(op: str, of: NormOf, backend: str, *more: Tensor) -> Any:
+    """An op of the backend, or for a quantised weight that of quant.py, of what no derivative sees."""
+    if has_tangents():
+        W, A, B, base_sqnorm, *more = detached(of.W, of.A, of.B, of.base_sqnorm, *more)  # type: ignore[assignment]
+        of = NormOf(W, A, B, of.s, base_sqnorm, of.max_bytes)
     with torch.no_grad(), autocast_off(of.A):
         if isinstance(of.W, QuantWeight):
-            return quant.guarded(of, c, seen, backend)
-        return OPS[backend].norm_guarded(of, c, seen)
-
-
-def _constant(of: NormOf) -> NormOf:
-    if not has_tangents():
-        return of
-    W, A, B, base_sqnorm = detached(of.W, of.A, of.B, of.base_sqnorm)
-    return NormOf(W, A, B, of.s, base_sqnorm, of.max_bytes)
+            return getattr(quant, op)(of, *more, backend=backend)
+        return getattr(OPS[backend], op)(of, *more)
 
 
 def kept_norms(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
@@ -92,33 +86,61 @@ def smallest_bytes_of(W: AnyWeight, A: Tensor, B: Tensor, factored: bool) -> int
     return quant.smallest_bytes(W, A, B, factored) if isinstance(W, QuantWeight) else smallest_bytes(W, A, B, factored)
 
 
+Groups = Sequence[Any]
+"""What the squares are added up over, one after the other: process groups, 1-D meshes, pairs of a mesh and its dimension."""
+
+
+def sharded_norm(of: NormOf, groups: Groups, backend: str, detach: bool = True, sum_gradient: bool = False) -> Tensor:
+    """c of the whole rows from this process's columns of W and A.
+
+    ``sum_gradient``: the gradient that reaches c is this process's share of it, to be added up in backward. A gets the gradient
+    of these columns, B this process's share of its own.
+    """
+    if not detach:
+        return apply(Norm, *of, None, groups, sum_gradient, backend)
+    return root_of_sum(row_sqnorm(of, backend), groups)
+
+
+def sharded_guarded_norm(of: NormOf, part: Tensor, seen: Tensor, groups: Groups, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """c of the whole rows, the fingerprint, and the norm of these columns: the given one where the fingerprint matches."""
+    part, now = guarded_norm(of, part, seen, backend)
+    return root_of_sum(part.square(), groups), now, part
+
+
+def root_of_sum(squares: Tensor, groups: Groups) -> Tensor:
+    """Of what each process has."""
+    with torch.no_grad():
+        for group in groups:
+            squares = all_reduce_sum(squares, group)
+        return squares.sqrt()
+
+
 class Norm(torch.autograd.Function):
-    """Keeps W, A, B and c, which is computed where none is given."""
+    """Keeps W, A, B and c, which is computed where none is given. With v = W + s B A of these columns and c of all of them,
+    dv = (dc / c) v as for a whole row."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W, A, B, s, base_sqnorm, max_bytes, c, backend):
+    def forward(W, A, B, s, base_sqnorm, max_bytes, c, groups, sum_gradient, backend):
         if c is not None:  # what is returned has to be another tensor; compilers of graphs take no view of an argument
             return c.clone() if torch.compiler.is_compiling() else c.view_as(c)
+        ops, of = OPS[backend], NormOf(W, A, B, s, base_sqnorm, max_bytes)
         with autocast_off(W):
-            return OPS[backend].norm_fwd(NormOf(W, A, B, s, base_sqnorm, max_bytes))
+            return root_of_sum(ops.sqnorm_fwd(of), groups) if groups else ops.norm_fwd(of)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        W, A, B, ctx.s, *_, ctx.backend = inputs
+        W, A, B, ctx.s, _, _, _, groups, sum_gradient, ctx.backend = inputs
+        ctx.groups = groups if sum_gradient else ()
         ctx.save_for_backward(W, A, B, output)
 
     @staticmethod
     def backward(ctx: Any, dc):
-        needs = tuple(ctx.needs_input_grad[1:3])
-        dA, dB = restore_none(apply(NormBwd, "dora_norm", dc, *ctx.saved_tensors, ctx.s, needs, ctx.backend), needs)
-        #      W     A   B   s     base  bytes c     backend
-        return None, dA, dB, None, None, None, None, None
-
-
-class NormBwd(Derivative):
-    @staticmethod
-    def forward(fn, dc, W, A, B, c, s, needs, backend):
-        with autocast_off(W):
-            return drop_none(through_norm(dc, W, A, B, c, s, needs, (None, None), backend))
+        for group in ctx.groups:
+            dc = all_reduce_sum(dc, group)
+        needs = ctx.needs_input_grad[1:3]
+        rest = (*ctx.saved_tensors, ctx.s, needs, (None, None), ctx.backend)
+        dA, dB = gradients_of("dora_norm", needs, through_norm, dc, *rest)
+        #      W     A   B   s     base  bytes c     groups sum  backend
+        return None, dA, dB, None, None, None, None, None, None, None

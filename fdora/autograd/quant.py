@@ -7,24 +7,26 @@ rounded to the dtype of products: bfloat16 would move it by up to 4e-4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fdora._recording import active
-from fdora._records import NormOf, Norms
+from fdora._records import NormOf
 from fdora.autograd._ops import OPS
 from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
+from fdora.eager.tree import OneByOne
 from fdora.quant import QuantWeight
-from fdora.quant.kinds import kind_of
 from fdora.quant.part import experts_of
 from fdora.quant.quantize import Rows, bounds_of, quantize_rows
+from fdora.quant.weight import kind_of
 
 
-def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
+def norm_fwd(of: NormOf, backend: str, squared: bool = False) -> Tensor:
     """c (N,), or its square."""
     (W, A, B, s, _, max_bytes), ops = of, OPS[backend]
     if ops.norm_of_codes is not None and max_bytes is None and W.dtype != torch.float64:
@@ -32,6 +34,9 @@ def norm(of: NormOf, squared: bool, backend: str) -> Tensor:
         if c is not None:
             return c
     return _by_rows(of, rows_of(W), norm_parts(W, max_bytes), ops.sqnorm_fwd if squared else ops.norm_fwd)
+
+
+sqnorm_fwd = partial(norm_fwd, squared=True)
 
 
 def _by_rows(of: NormOf, rows: Rows, parts: Sequence[tuple[int, int, int]], forward: Callable[[NormOf], Tensor]) -> Tensor:
@@ -42,7 +47,7 @@ def _by_rows(of: NormOf, rows: Rows, parts: Sequence[tuple[int, int, int]], forw
     )
 
 
-def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def norm_guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s: the c given where the fingerprint given is theirs.
 
     From codes the kernels decide, as of a dense W. Of a format that no kernel reads, on a GPU, c is computed and the device
@@ -56,7 +61,7 @@ def guarded(of: NormOf, c: Tensor, seen: Tensor, backend: str) -> tuple[Tensor, 
     now = fingerprint(A, B, s, _budget(W, max_bytes))
     if is_plain(now) and is_plain(seen) and torch.equal(now, seen):
         return c.clone(), now
-    new = norm(of, False, backend)
+    new = norm_fwd(of, backend)
     return (new if is_plain(now) else torch.where((now == seen).all(), c, new)), now
 
 
@@ -78,22 +83,9 @@ def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wa
     return torch.stack([of(e) for e in range(E)])
 
 
-class Layers:
-    """The quantised weights of a tree, one after the other; of dense ones a backend has all in few launches."""
-
-    def __init__(self, s: Sequence[float], at: Sequence[int], backend: str):
-        self.s, self.at, self.backend = tuple(s), tuple(at), backend
-
-    def norms(self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
-        """Writes all norms into c."""
-        for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
-            c[i : i + w.shape[0]] = norm(NormOf(w, a.detach(), b.detach(), s), False, self.backend)
-
-    def guarded(self, W: Sequence[QuantWeight], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
-        """Writes new: norms of before where the bits of A, B and s are."""
-        for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
-            part, of = slice(i, i + w.shape[0]), NormOf(w, a.detach(), b.detach(), s)
-            new.c[part], new.words[j] = guarded(of, old.c[part], old.words[j], self.backend)
+def tree_layers(s: Sequence[float], at: Sequence[int], backend: str) -> OneByOne:
+    """The quantised weights of a tree; of dense ones a backend has all in few launches."""
+    return OneByOne(s, at, partial(norm_fwd, backend=backend), partial(norm_guarded, backend=backend))
 
 
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:

@@ -55,7 +55,7 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
             W = spec.weight(flat[at : at + spec.count])
-            la = with_weight(la, W if codes or is_decoded(spec, backend) else W.dequantize(dtype))
+            la = with_weight(la, W if codes else _readable(W, dtype, backend))
             at += spec.count
         layers.append(la)
     return layers
@@ -63,8 +63,6 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
 
 def readable(layers: Sequence[Operands], dtype: torch.dtype, backend: str) -> Sequence[Operands]:
     """The same where nothing is saved."""
-    if specs_of(layers) is None:
-        return layers
     return [with_weight(la, _readable(la.W, dtype, backend)) if isinstance(la.W, QuantWeight) else la for la in layers]
 
 

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fdora._records import NormOf, Norms
-from fdora.eager._fingerprint import fingerprint
-from fdora.eager.norm import default_bytes, norm_fwd
+from fdora.eager.norm import WORDS as WORDS_OF_ONE
+from fdora.eager.norm import norm_fwd, norm_guarded
 
 WORDS = 16  # of the 256 that one norm has the last are all zero
 
 
-class TreeLayers:
-    """Some layers, all on one device. ``at`` is where the c of each begins."""
+def guarded(of: NormOf, c: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """norm_guarded for so many words."""
+    c, now = norm_guarded(of, c, pad(seen, (0, WORDS_OF_ONE - WORDS)))
+    return c, now[:WORDS]
+
+
+class OneByOne:
+    """Some layers, all on one device, with what computes the norm of one. ``at`` is where the c of each begins."""
+
+    def __init__(self, s: Sequence[float], at: Sequence[int], norm: Callable[..., Any], guarded: Callable[..., Any]):
+        self.s, self.at, self.norm, self.norm_guarded = tuple(s), tuple(at), norm, guarded
+
+    def norms(self, W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
+        """Writes all norms into c."""
+        for of, part in self._each(W, A, B):
+            c[part] = self.norm(of)
+
+    def guarded(self, W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+        """Writes new, which may be old: norms of before where the bits of A, B and s are."""
+        for j, (of, part) in enumerate(self._each(W, A, B)):
+            new.c[part], new.words[j] = self.norm_guarded(of, old.c[part], old.words[j])
+
+    def _each(self, W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor]) -> Iterator[tuple[NormOf, slice]]:
+        for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
+            yield NormOf(w.detach(), a.detach(), b.detach(), s), slice(i, i + w.shape[0])
+
+
+class TreeLayers(OneByOne):
+    """Dense ones."""
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
-        self.s, self.at = tuple(s), tuple(at)
-
-    def norms(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
-        """Writes all norms into c."""
-        for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
-            c[i : i + w.shape[0]] = norm_fwd(NormOf(w.detach(), a.detach(), b.detach(), s))
-
-    def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
-        """Writes new, which may be old: norms of before where the bits of A, B and s are."""
-        for j, (w, a, b, s, i) in enumerate(zip(W, A, B, self.s, self.at, strict=True)):
-            of, part = NormOf(w.detach(), a.detach(), b.detach(), s), slice(i, i + w.shape[0])
-            now = fingerprint(of.A, of.B, s, default_bytes(w.device))[:WORDS]
-            if w.device.type == "cpu":
-                new.c[part] = old.c[part] if torch.equal(now, old.words[j]) else norm_fwd(of)
-            else:  # reading a value would wait for the device
-                new.c[part] = torch.where((now == old.words[j]).all(), old.c[part], norm_fwd(of))
-            new.words[j] = now
+        super().__init__(s, at, norm_fwd, guarded)

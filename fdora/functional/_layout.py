@@ -21,41 +21,41 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from fdora._check import FdoraError, fail
 
 # For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. A digit:
-# cut along that axis.
+# cut along that axis. R: replicated, P: a pending sum; what is not named is RR.
 LAYER = {
     "col": {"x": "RP", "A": "RP", "B": "NN", "m": "NN", "norm": "NN", "bias": "NN", "y": "L", "c": "NN"},
-    "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P", "c": "PP"},
-    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "T", "c": "RR"},
-    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "y": "R", "c": "RR"},
+    "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "y": "P", "c": "PP"},
+    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "T"},
+    "same": {},
 }
 # Of compose, where base decides; pending sums of base and lora stay pending.
 COMPOSE = {
     "cols": {"base": "LL", "lora": "LL", "g": "00", "bias": "00", "y": "L"},
-    "sum": {"base": "PR", "lora": "PR", "g": "RP", "bias": "RR", "y": "P"},
+    "sum": {"base": "PR", "lora": "PR", "g": "RP", "y": "P"},
     "data": {"base": "TT", "lora": "TT", "g": "RP", "bias": "RP", "y": "T"},
-    "same": {"base": "RR", "lora": "RR", "g": "RR", "bias": "RR", "y": "R"},
+    "same": {},
 }
 # Of a bank of adapters, whose parameters have one more axis in front.
 BANK = {
-    "col": {"x": "RP", "A": "RP", "B": "11", "m": "11", "norm": "11", "bias": "00", "ids": "RR", "y": "L"},
-    "row": {"x": "LL", "A": "22", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "ids": "RR", "y": "P"},
+    "col": {"x": "RP", "A": "RP", "B": "11", "m": "11", "norm": "11", "bias": "00", "y": "L"},
+    "row": {"x": "LL", "A": "22", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
     "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "ids": "00", "y": "T"},
-    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "ids": "RR", "y": "R"},
+    "same": {},
 }
 # Of an embedding: the rows of its table are a vocabulary, and m and norm belong to columns, or to rows (norm_axis=1).
 TABLE = {
-    "vocabulary": {"ids": "RR", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
-    "columns": {"ids": "RR", "A": "RP", "B": "00", "m": "00", "norm": "00", "y": "L"},
+    "vocabulary": {"A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
+    "columns": {"A": "RP", "B": "00", "m": "00", "norm": "00", "y": "L"},
     "data": {"ids": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "y": "T"},
-    "same": {"ids": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "y": "R"},
+    "same": {},
 }
 TABLE_OF_ROWS = TABLE | {"vocabulary": TABLE["vocabulary"] | {"m": "00", "norm": "00"}}
 # Of a convolution: by channels of its output, by channels of its input, by images.
 CONV = {
     "col": {"x": "RP", "A": "RP", "B": "00", "m": "00", "norm": "00", "bias": "00", "y": "1"},
-    "row": {"x": "11", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "bias": "RR", "y": "P"},
+    "row": {"x": "11", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
     "data": {"x": "00", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "0"},
-    "same": {"x": "RR", "A": "RR", "B": "RR", "m": "RR", "norm": "RR", "bias": "RR", "y": "R"},
+    "same": {},
 }
 
 
@@ -146,7 +146,7 @@ def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tupl
     """How an argument of so many axes must lie, or how its gradient does."""
     found: list[Any] = []
     for i, way in enumerate(lay.ways):
-        kind = lay.table[way][arg][int(gradient)]
+        kind = lay.table[way].get(arg, "RR")[int(gradient)]
         if kind == "R":
             found.append(Replicate())
         elif kind == "P":
@@ -165,7 +165,7 @@ def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
     want, have = placements(lay, arg, t.dim()), placed(t, lay.mesh)
     gradient = placements(lay, arg, t.dim(), True)
     # only what lies as the rows of W may be strided: of a Shard that was made here Dynamo (torch 2.8) does not know the type
-    strided = [lay.table[way][arg][0] == "N" and is_strided(lay.rows[i]) for i, way in enumerate(lay.ways)]
+    strided = [lay.table[way].get(arg, "RR")[0] == "N" and is_strided(lay.rows[i]) for i, way in enumerate(lay.ways)]
     agree = [is_same(a, b) and is_strided(b) == cut for a, b, cut in zip(want, have, strided, strict=True)]
     if not all(agree):
         i = agree.index(False)
@@ -178,11 +178,6 @@ def local(fn: str, lay: Layout, arg: str, t: Any, move: bool = False) -> Any:
     if not all(agree):
         t = t.redistribute(placements=want)
     return t.to_local(grad_placements=gradient)
-
-
-def adapter_parts(fn: str, lay: Layout, A: Any, B: Any, m: Any, norm: Any, move: bool = False) -> list[Any]:
-    """This process's part of each, as of :func:`local`."""
-    return [local(fn, lay, arg, t, move) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", norm))]
 
 
 def part(W: Any) -> Any:

@@ -2,6 +2,9 @@
 
 Between the parts no value is looked at and nothing is sent, but squares of a norm whose columns are spread, and the sum that a
 bias waits for. A process whose part is empty calls like the others: they wait for it in backward.
+
+In functions of the weight alone W may lie as FSDP keeps it, for rows need no other rows: A and B are brought to where W lies.
+Of storage of FSDP A is gathered (4 r K bytes), B lies there already. Of W nothing is sent.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fdora._check import fail
-from fdora.autograd.sharded import sharded_norm
+from fdora.autograd.norm import base_sqnorm, row_norm, row_sqnorm, sharded_guarded_norm, sharded_norm
 from fdora.functional._layout import (
     Layout,
-    adapter_parts,
     begins,
     compose_layout,
     layer_layout,
@@ -31,71 +34,62 @@ from fdora.functional._layout import (
 )
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
-from fdora.functional.group import DoraLayer
-from fdora.functional.norm import NormHow, check_norm
-
-FIELDS = DoraLayer._fields  # Dynamo (torch 2.8) does not read them off a layer
+from fdora.functional.layer import DoraLayer, labelled, tensors_of
+from fdora.functional.norm_state import NormHow, NormState, ShardNormState, check_norm, start_of
 
 
 def linear(call: Callable, x: Any, layer: DoraLayer, p: float, seed: Any, origin: Any, **rest: Any) -> Any:
     fn = "dora_linear"
-    (lay,) = _layouts(fn, x, {"": layer})
-    la, bias = _local_layer(fn, lay, layer, rest["backend"])
+    (lay,) = _layouts(fn, x, {fn: layer})
+    la, bias = local_layer(fn, lay, layer, _norm_of(fn, rest["backend"]))
     at = _origin(fn, lay, x, p, seed, origin)
-    y = call(
-        local(fn, lay, "x", x),
-        la.W,
-        la.A,
-        la.B,
-        la.m,
-        s=la.s,
-        bias=la.bias,
-        norm=la.norm,
-        dropout_p=p,
-        seed=seed,
-        mask_origin=at,
-        **rest,
-    )
+    y = called(call, local(fn, lay, "x", x), la, dropout_p=p, seed=seed, mask_origin=at, **rest)
     return _output(fn, lay, y, x, layer.W, bias)
+
+
+def called(call: Callable, x: Any, layer: DoraLayer, **rest: Any) -> Any:
+    W, A, B, m, s, bias, norm = layer
+    return call(x, W, A, B, m, s=s, bias=bias, norm=norm, **rest)
 
 
 def group(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> tuple:
     fn = "dora_linear_group"
-    named = {f": layers[{i}]": la for i, la in enumerate(layers)}
+    named = labelled(fn, layers)
     lays = _layouts(fn, x, named)
     for label, lay in zip(named, lays, strict=True):
         if lay.ways != lays[0].ways:
             have, want = tuple(map(str, lay.rows)), tuple(map(str, lays[0].rows))
-            raise fail(fn + label, "W", f"{want}, as in layers[0]", have, "Layers that lie otherwise are another call.")
-    ready = [_local_layer(fn + label, lay, la, rest["backend"]) for (label, la), lay in zip(named.items(), lays, strict=True)]
+            raise fail(label, "W", f"{want}, as in layers[0]", have, "Layers that lie otherwise are another call.")
+    every = list(zip(named, lays, layers, strict=True))
+    ready = [local_layer(label, lay, la, _norm_of(label, rest["backend"])) for label, lay, la in every]
     at = _origin(fn, lays[0], x, p, seed, origin)
     ys = call(local(fn, lays[0], "x", x), [la for la, _ in ready], dropout_p=p, seed=seed, mask_origin=at, **rest)
-    each = zip(named.items(), lays, ys, ready, strict=True)
-    return tuple([_output(fn + label, lay, y, x, la.W, bias) for (label, la), lay, y, (_, bias) in each])
+    each = zip(every, ys, ready, strict=True)
+    return tuple([_output(label, lay, y, x, la.W, bias) for (label, lay, la), y, (_, bias) in each])
 
 
-def mlp(call: Callable, x: Any, layers: dict[str, DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> Any:
-    fn, (gate, up, down) = "dora_mlp", layers.values()
-    first, second = _layouts(fn, x, {": gate": gate, ": up": up}, [down])
+def mlp(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> Any:
+    fn, (gate, up, down) = "dora_mlp", layers
+    names = [f"{fn}: {part}" for part in ("gate", "up", "down")]
+    first, second = _layouts(fn, x, dict(zip(names, (gate, up), strict=False)), {names[2]: down})
     if first.ways != second.ways:
         want = f"{tuple(map(str, first.rows))}, as in gate"
-        raise fail(f"{fn}: up", "W", want, tuple(map(str, second.rows)), "Cut both in the same way.")
-    below = layer_layout(f"{fn}: down", first.mesh, down.W)
+        raise fail(names[1], "W", want, tuple(map(str, second.rows)), "Cut both in the same way.")
+    below = layer_layout(names[2], first.mesh, down.W)
     for above, way in zip(first.ways, below.ways, strict=True):
         if above == "row" or (above == "col") != (way == "row"):
             both = f"{tuple(map(str, first.rows))} and down's {tuple(map(str, below.rows))}"
             raise fail(fn, "gate.W", "Shard(0) where down's is Shard(1), else Replicate", both, "Cut all three along F.")
     ways = tuple(["row" if way == "col" else way for way in first.ways])
     third = Layout(below.mesh, below.table, ways, below.rows, first.tokens)
-    la, _ = _local_layer(f"{fn}: gate", first, gate, rest["backend"])
-    lb, _ = _local_layer(f"{fn}: up", second, up, rest["backend"])
-    lc, bias = _local_layer(f"{fn}: down", third, down, rest["backend"])
+    every = zip(names, (first, second, third), layers, strict=True)
+    ready = [local_layer(label, lay, la, _norm_of(label, rest["backend"])) for label, lay, la in every]
     at = _origin(fn, first, x, p, seed, None)
     if at is not None:
         t0, f0 = check_origin(fn, origin, "(t0, f0)") or (0, 0)
         at = (at[0] + t0, begins(down.W, first.mesh, 1) + f0)
-    y = call(local(fn, first, "x", x), la, lb, lc, dropout_p=p, seed=seed, mask_origin=at, **rest)
-    return _output(f"{fn}: down", third, y, x, down.W, bias)
+    y = call(local(fn, first, "x", x), *[la for la, _ in ready], dropout_p=p, seed=seed, mask_origin=at, **rest)
+    return _output(names[2], third, y, x, down.W, ready[2][1])
 
 
 def compose(call: Callable, fn: str, base: Any, lora: Any, g: Any, s: float, bias: Any, **rest: Any) -> Any:
@@ -117,41 +111,38 @@ def scale(call: Callable, m: Any, c: Any) -> Any:
     return whole(call(*parts), mesh, lies, c.shape)
 
 
-def merge(call: Callable, fn: str, W: Any, A: Any, B: Any, m: Any, s: float, norm: Any, backend: Any) -> Any:
-    lay = layer_layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B, "m": m, "norm": norm}), W)
-    w = part(W)
-    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm, True)
-    c = _norm(fn, lay, w, a, b, s, c, backend)
-    return whole(call(w, a, b, mag, s=s, norm=c, backend=backend), lay.mesh, lay.rows, W.shape)
+def merge(call: Callable, fn: str, layer: DoraLayer, backend: Any) -> Any:
+    lay = layer_layout(fn, mesh_of(fn, tensors_of(layer)), layer.W)
+    (w, a, b, m, s, _, c), _ = local_layer(fn, lay, layer, _norm_of(fn, backend), move=True)
+    return whole(call(w, a, b, m, s=s, norm=c, backend=backend), lay.mesh, lay.rows, layer.W.shape)
 
 
-def _layouts(fn: str, x: Any, layers: dict[str, DoraLayer], others: Sequence[DoraLayer] = ()) -> list[Layout]:
-    """Of each layer beside x. All tensors lie on one mesh."""
+def _layouts(fn: str, x: Any, layers: dict[str, DoraLayer], others: dict[str, DoraLayer] | None = None) -> list[Layout]:
+    """Of each layer beside x. All tensors, of others too, lie on one mesh."""
     tensors = {"x": x}
-    for label, la in layers.items():
-        tensors |= {f"{label[2:]}.{arg}" if label else arg: t for arg, t in zip(FIELDS, la, strict=True)}
-    tensors |= {f"down.{arg}": t for la in others for arg, t in zip(FIELDS, la, strict=True)}
+    for label, la in (layers | (others or {})).items():
+        part = label.removeprefix(fn).removeprefix(": ")
+        tensors |= {f"{part}.{arg}" if part else arg: t for arg, t in tensors_of(la).items()}
     mesh = mesh_of(fn, tensors)
-    return [layer_layout(fn + label, mesh, la.W, x) for label, la in layers.items()]
+    return [layer_layout(label, mesh, la.W, x) for label, la in layers.items()]
 
 
-def _local_layer(fn: str, lay: Layout, layer: DoraLayer, backend: Any) -> tuple[DoraLayer, Any]:
-    """This process's part of a layer, and the bias, where it must wait for the sum."""
-    W, A, B, m, s, bias, norm = layer
-    w = part(W)
-    a, b, mag, c = adapter_parts(fn, lay, A, B, m, norm)
-    if A is not None:
-        c = _norm(fn, lay, w, a, b, s, c, backend)
-    late = "row" in lay.ways
-    return DoraLayer(w, a, b, mag, s, None if late else local(fn, lay, "bias", bias), c), bias if late else None
+def local_layer(fn: str, lay: Layout, layer: DoraLayer, norm: Any = None, move: bool = False) -> tuple[DoraLayer, Any]:
+    """This process's part of a layer, and the bias, where it must wait for the sum. ``norm`` gives c of whole rows, where the
+    function itself would see some columns only; ``move`` as for :func:`local`."""
+    W, A, B, m, s, bias, c = layer
+    over, W = sums_over(lay), part(W)
+    A, B, m, c = (local(fn, lay, arg, t, move) for arg, t in (("A", A), ("B", B), ("m", m), ("norm", c)))
+    if over and m is not None and c is None:
+        c = norm(W, A, B, s, over)
+    return DoraLayer(W, A, B, m, s, None if over else local(fn, lay, "bias", bias), c), bias if over else None
 
 
-def _norm(fn: str, lay: Layout, W: Any, A: Any, B: Any, s: Any, norm: Any, backend: Any) -> Any:
-    """c of whole rows, where the function itself would see some columns only."""
-    over = sums_over(lay)
-    if norm is not None or not over:
-        return norm
-    return sharded_norm(check_norm(fn, W, A, B, s, NormHow()), over, select_backend(W, backend=backend).name)
+def _norm_of(fn: str, backend: Any) -> Callable:
+    def norm(W: Any, A: Any, B: Any, s: Any, over: Any) -> Tensor:
+        return sharded_norm(check_norm(fn, W, A, B, s, NormHow()), over, select_backend(W, backend=backend).name)
+
+    return norm
 
 
 def _origin(fn: str, lay: Layout, x: Any, p: Any, seed: Any, origin: Any) -> tuple[int, int] | None:
@@ -188,3 +179,49 @@ def biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any, beh
     y = result.redistribute(placements=lies).to_local(grad_placements=lies)
     added = local(fn, lay, "bias", bias)
     return whole((y + added.view(-1, *[1] * behind)).to(y.dtype), lay.mesh, lies, shape)
+
+
+def norm(fn: str, W: Any, A: Any, B: Any, s: Any, how: NormHow, backend: Any) -> Any:
+    if how.group is not None:
+        raise fail(fn, "group", "None for DTensors", f"a {type(how.group).__name__}", "They know what they are cut over.")
+    if how.norm_axis == 0:
+        W, A, B, how = W.T, B.T, A.T, how._replace(norm_axis=1)
+    base, seen = how.base_sqnorm, how.state
+    lay = layer_layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base}), W)
+    w, a, b = part(W), local(fn, lay, "A", A, True), local(fn, lay, "B", B, True)
+    base = None if base is None else local(fn, lay, "c", base)
+    seen = None if seen is None else NormState(getattr(seen, "part", part(seen.c)), seen.fingerprint)
+    of = check_norm(fn, w, a, b, s, how._replace(base_sqnorm=base, state=seen))
+    over, choice = sums_over(lay), select_backend(w, backend=backend).name
+    pending = placements(lay, "c", 1)
+    lies = summed(pending)
+    if how.squared:
+        return whole(row_sqnorm(of, choice), lay.mesh, pending, W.shape[:1])
+    if seen is not None:
+        c, now, mine = sharded_guarded_norm(of, *seen, over, choice)
+        return ShardNormState(whole(c, lay.mesh, lies, W.shape[:1]), now, mine)
+    c = sharded_norm(of, over, choice, how.detach) if over else row_norm(of, choice, how.detach)
+    return whole(c, lay.mesh, lies, W.shape[:1])
+
+
+def norm_state(W: Any) -> ShardNormState:
+    c, fingerprint = start_of(part(W))
+    lay = layer_layout("dora_norm_state", W.device_mesh, W)
+    return ShardNormState(whole(c, lay.mesh, summed(placements(lay, "c", 1)), W.shape[:1]), fingerprint, c)
+
+
+def base(fn: str, W: Any, max_bytes: int | None, backend: Any) -> Any:
+    lay, w = layer_layout(fn, W.device_mesh, W), part(W)
+    found = base_sqnorm(w, max_bytes, select_backend(w, backend=backend).name)
+    return whole(found, lay.mesh, placements(lay, "c", 1), W.shape[:1])
+
+
+def init(fn: str, W: Any, A: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """``A``: the whole one, of which that of the mesh's first process is taken everywhere."""
+    lay: Layout = layer_layout(fn, W.device_mesh, W)
+    w = part(W.detach())
+    a = distribute_tensor(A, lay.mesh, placements(lay, "A", 2))
+    zeros = torch.zeros((w.shape[0], A.shape[0]), dtype=A.dtype, device=w.device)
+    b = whole(zeros, lay.mesh, placements(lay, "B", 2), (W.shape[0], A.shape[0]))
+    m = norm(fn, W.detach(), a, b, 1.0, NormHow(), "auto")
+    return a.to(dtype), b.to(dtype), m

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from fdora._check import fail
 from fdora._torch import all_gathered
-from fdora.autograd.sharded import root_of_sum
+from fdora.autograd.norm import root_of_sum
 from fdora.functional._layout import (
     Layout,
     is_cut,

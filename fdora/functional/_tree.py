@@ -66,7 +66,7 @@ def tables(W: list, A: list, B: list, scales: list, backend: Backend = "auto") -
         choice = select_backend(W[part.places[0]], backend=backend)
         layers = part.of(scales)
         if part.coded:
-            part.layers = quant.Layers(layers, part.at, choice.name)
+            part.layers = quant.tree_layers(layers, part.at, choice.name)
         else:
             part.layers = OPS[choice.name].TreeLayers(*(part.of(leaves) for leaves in (W, A, B)), layers, part.at)
     return parts

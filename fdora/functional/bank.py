@@ -18,11 +18,9 @@ from fdora._check import (
     check_shapes,
     check_whole,
     fail,
-    is_sharded,
 )
-from fdora._dispatch import Backend
-from fdora.autograd.multi import bank_norm, experts_norm
-from fdora.autograd.sharded import root_of_sum
+from fdora.autograd.multi import bank_norm
+from fdora.autograd.norm import root_of_sum
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
 
@@ -105,6 +103,20 @@ def check_stack(fn: str, W: QuantWeight, sizes: dict[str, int]) -> None:
         raise fail(fn, "W", f"a QuantWeight of {(E * N, K)}, {E} experts of {N} rows", tuple(W.shape), remedy)
 
 
+def check_stacks(fn: str, tensors: dict[str, Any], s: float, *texts: str) -> dict[str, int]:
+    """W, A, B and perhaps more of the experts of a mixture, and their sizes; ``texts``: as of check_shapes."""
+    axes = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
+    coded = isinstance(tensors["W"], QuantWeight)
+    check_whole(fn, tensors)
+    sizes = check_shapes(fn, {arg: axes[arg] for arg in tensors if not (coded and arg == "W")}, tensors, *texts)
+    if coded:
+        check_stack(fn, tensors["W"], sizes)
+    check_rank(fn, sizes["r"])
+    check_operands(fn, tensors)
+    check_s(fn, s)
+    return sizes
+
+
 def is_stack(W: object, B: Tensor, s: Any) -> bool:
     """Whether W is the experts of a mixture, dense or of codes. Experts share one s, a bank has one for each adapter."""
     if isinstance(W, QuantWeight):
@@ -113,59 +125,18 @@ def is_stack(W: object, B: Tensor, s: Any) -> bool:
     return isinstance(W, Tensor) and W.dim() == 3
 
 
-def norm_of_experts(
-    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Any, refused: dict[str, bool], backend: Backend
-) -> Tensor:
-    """:func:`dora_norm` of a stack of experts, W (E, N, K)."""
-    fn = "dora_norm"
-    _refuse(fn, refused, "a stack of experts", "Ask for the norm of one expert at a time.")
-    tensors = {"W": W, "A": A, "B": B}
-    check_whole(fn, tensors)
-    if isinstance(W, QuantWeight):
-        sizes = check_shapes(fn, {"A": "E r K", "B": "E N r"}, tensors)
-        check_stack(fn, W, sizes)
-    else:
-        sizes = check_shapes(fn, {"W": "E N K", "A": "E r K", "B": "E N r"}, tensors)
-    check_rank(fn, sizes["r"])
-    check_operands(fn, tensors)
-    check_s(fn, s)
-    like = A if isinstance(W, QuantWeight) else W
-    name = select_backend(like, backend=backend).name
-    if not isinstance(W, QuantWeight):  # of codes each expert has launches of its own
-        check_kernels(fn, A, name)
-    return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), name)
-
-
 def scaling_of(s: float, experts: int, like: Tensor) -> Tensor:
     """(E,) in the dtype of sums: one for all."""
     return torch.full((experts,), s, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
-def _refuse(fn: str, refused: dict[str, bool], what: str, remedy: str) -> None:
-    for arg, given in refused.items():
-        if given:
-            raise fail(fn, arg, f"left out for {what}", "a value", remedy)
-
-
-def norm_of_bank(
-    W: Tensor | QuantWeight,
-    A: Tensor,
-    B: Tensor,
-    s: Tensor | Sequence[float],
-    refused: dict[str, bool],
-    group: Any,
-    backend: Backend,
+def norm_over(
+    fn: str, weights: tuple[Any, Tensor, Tensor], s: Any, ranks: tuple[int, ...] | None, groups: Sequence[Any], backend: Any
 ) -> Tensor:
-    """:func:`dora_norm` of a bank. ``refused``: arguments that have no meaning there, and whether they are given."""
-    fn = "dora_norm"
-    _refuse(fn, refused, "a bank of adapters", "Ask for the norm of one adapter at a time.")
-    if is_sharded(W, A, B):
-        from fdora.functional import _sharded_layers
-
-        c: Tensor = _sharded_layers.norm_of_bank(fn, W, A, B, s, group, backend)
-        return c
+    """c of a bank W, A, B, whose columns may be spread over groups."""
+    W, A, B = weights
     adapters = check_bank(fn, {"W": W, "A": A, "B": B})
     name = select_backend(W, backend=backend).name
-    check_kernels(fn, A, name)
-    c = bank_norm(W, A, B, scalings(fn, s, adapters, W), None, name)
-    return c if group is None else root_of_sum(c.square(), (group,))
+    check_kernels(fn, A, name, ranks)
+    c = bank_norm(W, A, B, scalings(fn, s, adapters, W), ranks, name)
+    return root_of_sum(c.square(), groups) if groups else c

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, is_sharded, key_of, passed, remember
+from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, once
 from fdora._dispatch import Backend
-from fdora.autograd.compose import compose
+from fdora.autograd.compose import as_matrix, compose
 from fdora.functional.backend import select_backend
 
 
@@ -68,22 +68,7 @@ def dora_delta(base: Tensor, lora: Tensor, g: Tensor, *, s: float, backend: Back
 def _compose(
     fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None, delta: bool, backend: Backend
 ) -> Tensor:
-    if check_compose(fn, base, lora, g, s, bias):
-        from fdora.functional import _sharded
-
-        call = dora_delta if delta else dora_compose
-        return _sharded.compose(call, fn, base, lora, g, s, bias, backend=backend)
-    choice = select_backend(base, backend=backend)
-    y = compose(as_matrix(base), as_matrix(lora), g, bias, s, delta, choice.name)
-    return y.reshape(base.shape)
-
-
-def check_compose(fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> bool:
-    """Whether they are DTensors, whose parts are checked in their turn."""
-    key = key_of(fn, (base, lora, g, bias), s)
-    if not passed(key):
-        if is_sharded(base, lora, g, bias):
-            return True
+    def check() -> None:
         tensors = {"base": base, "lora": lora, "g": g, "bias": bias}
         check_shapes(fn, {"base": "... N", "lora": "... N", "g": "N", "bias": "N"}, tensors)
         if lora.shape != base.shape:
@@ -94,9 +79,12 @@ def check_compose(fn: str, base: Tensor, lora: Tensor, g: Tensor, s: float, bias
             check_dtype(fn, arg, tensors[arg], FLOATS, "Cast it to a floating dtype.")
         check_dtype(fn, "g", g, (torch.promote_types(base.dtype, torch.float32),), "Keep it as dora_scale(m, c) returns it.")
         check_s(fn, s)
-        remember(key)
-    return False
 
+    if once(fn, (base, lora, g, bias), (s,), check):
+        from fdora.functional import _sharded
 
-def as_matrix(t: Tensor) -> Tensor:
-    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 2 else t[None]
+        call = dora_delta if delta else dora_compose
+        return _sharded.compose(call, fn, base, lora, g, s, bias, backend=backend)
+    choice = select_backend(base, backend=backend)
+    y = compose(as_matrix(base), as_matrix(lora), g, bias, s, delta, choice.name)
+    return y.reshape(base.shape)

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 
-from fdora._check import (
-    check_operands,
-    check_rank,
-    check_s,
-    check_shapes,
-    check_tensor,
-    fail,
-    is_sharded,
-)
+from fdora._check import check_operands, check_rank, check_s, check_shapes, check_tensor, fail, is_sharded
 from fdora._dispatch import Backend
 from fdora._records import Conv
 from fdora.autograd.conv import conv, conv_norm, rows
 from fdora.functional.backend import select_backend
+from fdora.functional.layer import DoraLayer, parts, tensors_of
 from fdora.functional.linear import cast_x
 from fdora.quant import QuantWeight
 
 Numbers = int | Sequence[int]
 MODES = ("zeros", "reflect", "replicate", "circular")
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
-
-
-class Given(NamedTuple):
-    """The arguments of a convolution beside its geometry."""
-
-    x: Tensor
-    W: Any
-    A: Tensor
-    B: Tensor
-    m: Tensor
-    s: float
-    bias: Tensor | None
-    norm: Tensor | None
 
 
 def dora_conv1d(
@@ -84,7 +64,7 @@ def dora_conv1d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv1d", 1, Given(x, W, A, B, m, s, bias, norm), how, backend)
+    return _conv("dora_conv1d", 1, x, DoraLayer(W, A, B, m, s, bias, norm), how, backend)
 
 
 def dora_conv2d(
@@ -147,7 +127,7 @@ def dora_conv2d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv2d", 2, Given(x, W, A, B, m, s, bias, norm), how, backend)
+    return _conv("dora_conv2d", 2, x, DoraLayer(W, A, B, m, s, bias, norm), how, backend)
 
 
 def dora_conv3d(
@@ -193,18 +173,19 @@ def dora_conv3d(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5.
     """
     how = stride, padding, dilation, groups, padding_mode, transposed, output_padding
-    return _conv("dora_conv3d", 3, Given(x, W, A, B, m, s, bias, norm), how, backend)
+    return _conv("dora_conv3d", 3, x, DoraLayer(W, A, B, m, s, bias, norm), how, backend)
 
 
-def _conv(fn: str, n: int, given: Given, asked: tuple[Any, ...], backend: Any) -> Tensor:
-    x, W, A, B, m, s, bias, norm = given
+def _conv(fn: str, n: int, x: Tensor, layer: DoraLayer, asked: tuple[Any, ...], backend: Any) -> Tensor:
+    W, A, B, m, s, bias, norm = parts(layer)
     if is_sharded(x, W, A, B, m, bias, norm):
         from fdora.functional import _sharded_layers
 
         call: Any = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
-        return _sharded_layers.conv(call, fn, n, given, asked, backend)
+        return _sharded_layers.conv(call, fn, n, x, layer, asked, backend)
     how = geometry(fn, n, asked)
-    check_conv(fn, n, given, how)
+    check_conv(fn, n, tensors_of(layer, x=x), how)
+    check_s(fn, s)
     x = cast_x(fn, x, W)
     choice = select_backend(x, backend=backend)
     c = conv_norm(W, A, B, s, how, choice.name) if norm is None else norm
@@ -247,8 +228,8 @@ def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
     return Conv(found["stride"], found["padding"], found["dilation"], groups, padding_mode, transposed, found["output_padding"])
 
 
-def check_conv(fn: str, n: int, given: Given, how: Conv) -> None:
-    x, W, A, B, m, s, bias, norm = given
+def check_conv(fn: str, n: int, tensors: dict[str, Any], how: Conv) -> None:
+    W, A, x = tensors["W"], tensors["A"], tensors["x"]
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of kernels are not known.")
     kernel, G, layout = " ".join(("kZ", "kY", "kX")[3 - n :]), how.groups, f"nn.Conv{n}d"
@@ -270,7 +251,6 @@ def check_conv(fn: str, n: int, given: Given, how: Conv) -> None:
     check_rank(fn, r)
     if not both and r % G:
         raise fail(fn, "A", f"of a rank that {G} groups divide, where it reads all channels", r, "Give it those of a group.")
-    tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
     wanted = {"B": (O, r if both else r // G, *[1] * n), "m": (O,), "bias": (O,), "norm": (O,)}
     for arg, shape in wanted.items():
         t = tensors[arg]
@@ -284,4 +264,3 @@ def check_conv(fn: str, n: int, given: Given, how: Conv) -> None:
         want = f"({C}, ...) or (L, {C}, ...) with {n} axes of space"
         raise fail(fn, "x", want, f"{tuple(x.shape)}", "Pass the x that belongs to this layer, channels first.")
     check_operands(fn, tensors)
-    check_s(fn, s)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fdora._check import (
-    check_dtype,
-    check_frozen,
-    check_operands,
-    check_rank,
-    check_s,
-    check_shapes,
-    fail,
-    is_sharded,
-    key_of,
-    passed,
-    remember,
-)
+from fdora._check import check_dtype, check_frozen, check_operands, check_rank, check_s, check_shapes, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Lookup, NormOf
 from fdora._torch import is_traced
 from fdora.autograd.embedding import embedding
 from fdora.autograd.norm import row_norm
 from fdora.functional.backend import select_backend
+from fdora.functional.layer import DoraLayer, parts, tensors_of
+from fdora.functional.linear import in_sums
 from fdora.quant import QuantWeight
 
 
@@ -87,25 +75,25 @@ def dora_embedding(
     Derivation: ``fdora/eager/embedding.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Yeh et al., LyCORIS, 2023, arXiv:2309.14859 (norm_axis=1).
     """
-    if check_embedding("dora_embedding", ids, W, A, B, m, s, norm, norm_axis, padding_idx, max_norm):
+    fn, layer = "dora_embedding", DoraLayer(W, A, B, m, s, None, norm)
+    if check_embedding(fn, ids, layer, norm_axis, padding_idx, max_norm):
         from fdora.functional import _sharded_layers
 
         if sparse:
-            raise fail("dora_embedding", "sparse", "False with DTensors", sparse, "They know no sparse gradients.")
-        how_read = norm, norm_axis, padding_idx, max_norm, backend
-        return _sharded_layers.embedding(dora_embedding, ids, W, A, B, m, s, *how_read)
+            raise fail(fn, "sparse", "False with DTensors", sparse, "They know no sparse gradients.")
+        how_read = {"norm_axis": norm_axis, "max_norm": max_norm, "backend": backend}
+        return _sharded_layers.embedding(dora_embedding, ids, layer, padding_idx, **how_read)
     choice = select_backend(W, backend=backend)
     if max_norm is not None and backend == "triton":
-        raise fail("dora_embedding", "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
+        raise fail(fn, "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")
     c = norm
     if c is None and norm_axis == 0:
         c = row_norm(NormOf(W.T, A, B, s), choice.name)
-    if c is not None:
-        c = c if c.dtype == torch.float32 and W.dtype != torch.float64 else c.to(torch.promote_types(W.dtype, torch.float32))
     if padding_idx is not None and padding_idx < 0:
         padding_idx += W.shape[0]
-    check_sparse("dora_embedding", sparse)
+    check_sparse(fn, sparse)
     how = Lookup(s, norm_axis == 1, padding_idx, max_norm, sparse)
+    c = None if c is None else in_sums(c, W)
     return embedding(ids, W, A, B, m, c, how, choice.name if max_norm is None else "eager")
 
 
@@ -117,38 +105,28 @@ def check_sparse(fn: str, sparse: bool) -> None:
 
 
 def check_embedding(
-    fn: str,
-    ids: Tensor,
-    W: Any,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor,
-    s: float,
-    norm: Tensor | None,
-    norm_axis: int,
-    padding_idx: int | None,
-    max_norm: float | None,
+    fn: str, ids: Tensor, layer: DoraLayer, norm_axis: int, padding_idx: int | None, max_norm: float | None
 ) -> bool:
     """Whether they are DTensors, whose parts are checked in their turn."""
+    W, A, B, m, s, _, norm = parts(layer)
     if isinstance(W, QuantWeight):
         raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of tables are not read row by row.")
     if norm_axis not in (0, 1) or isinstance(norm_axis, bool):
         want = "0 (a norm for each column) or 1 (for each row of the table)"
         raise fail(fn, "norm_axis", want, norm_axis, "PEFT's is 0.")
-    key = key_of(fn, (ids, W, A, B, m, norm), s, float(norm_axis))
-    sharded = is_sharded(ids, W, A, B, m, norm)
-    if passed(key):
-        check_frozen(fn, "W", W)
-    elif not sharded:
+
+    def check() -> None:
         axis, maker = ("d", "dora_norm(W.T, A, B, s=s)") if norm_axis == 0 else ("V", "dora_norm(W, B.T, A.T, s=s)")
-        spec = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}
-        tensors = {"ids": ids, "W": W, "A": A, "B": B, "m": m, "norm": norm}
+        spec, tensors = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}, tensors_of(layer, ids=ids)
         sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
         check_rank(fn, sizes["r"])
         check_operands(fn, tensors)
         check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
         check_s(fn, s)
-        remember(key)
+
+    sharded = once(fn, (ids, W, A, B, m, norm), (s, float(norm_axis)), check)
+    if not sharded:
+        check_frozen(fn, "W", W)
     if padding_idx is not None:
         whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:

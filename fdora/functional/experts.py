@@ -13,17 +13,10 @@ from fdora._check import (
     check_device,
     check_dtype,
     check_frozen,
-    check_operands,
-    check_rank,
-    check_s,
     check_shapes,
     check_tensor,
-    check_whole,
     fail,
-    is_sharded,
-    key_of,
-    passed,
-    remember,
+    once,
 )
 from fdora._dispatch import Backend
 from fdora._records import Operands
@@ -33,8 +26,9 @@ from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
 from fdora.autograd.quant import is_whole
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_kernels, check_stack, scaling_of
-from fdora.functional.linear import cast_x, dora_linear, save_for_dm
+from fdora.functional.bank import check_kernels, check_stacks, scaling_of
+from fdora.functional.layer import DoraLayer, parts, tensors_of
+from fdora.functional.linear import cast_x, dora_linear, in_sums, save_for_dm
 from fdora.quant import QuantWeight
 from fdora.quant.part import experts_of
 
@@ -99,88 +93,76 @@ def dora_experts(
     of x and y, whose order takes 24 bytes a row. Derivation: ``fdora/eager/multi.py`` and ``fdora/eager/experts.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer et al., 2017, arXiv:1701.06538, eq. 2, for the gates.
     """
-    fn = "dora_experts"
-    if is_sharded(x, W, A, B, m, bias, norm):
+    fn, layer = "dora_experts", DoraLayer(W, A, B, m, s, bias, norm)
+    if check_experts(fn, x, layer):
         from fdora.functional import _sharded_layers
 
-        given: dict[str, Any] = {"s": s, "offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
-        return _sharded_layers.experts(dora_experts, x, W, A, B, m, bias, norm, **given)
-    check_experts(fn, x, W, A, B, m, s, bias, norm)
+        given: dict[str, Any] = {"offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
+        return _sharded_layers.experts(dora_experts, x, layer, **given)
     E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
     check_kernels(fn, A, name)
-    bank = Operands(W, A, B, m, norm, bias, None)
     if ids is None:
-        return sorted_rows(fn, x, bank, s, offsets, name)
+        return sorted_rows(fn, x, layer, offsets, name)
     to = route_of(fn, ids, E, name)
     x = cast_x(fn, x, W)
-    y = combine(sorted_rows(fn, spread(x, to, name), bank, s, to.offsets, name), pairs(gates), to, name)
+    y = combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), pairs(gates), to, name)
     return y.squeeze(1) if gates is None and ids.dim() == 1 else y
 
 
-def sorted_rows(fn: str, x: Tensor, bank: Operands, s: float, offsets: Any, name: str) -> Tensor:
+def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
-    if name != "triton":
-        ends = ends_of(fn, offsets, x.shape[0], count_of(bank))
-        plain = is_whole(bank.W) and not torch.compiler.is_compiling() and not functorch_active()
-        return _at_once(fn, x, bank, s, ends) if plain else _loop(x, bank, s, ends)
-    x = cast_x(fn, x, bank.W)
-    scale, ready = scaled(x, bank, s, name)
+    E = count_of(layer)
+    if name == "triton":
+        x = cast_x(fn, x, layer.W)
+        scale, ready = scaled(x, layer, name)
+        ends = ends_on(fn, offsets, x, E)
+    else:
+        numbers = ends_of(fn, offsets, x.shape[0], E)
+        if not is_whole(layer.W) or torch.compiler.is_compiling() or functorch_active():
+            return _loop(x, layer, numbers)
+        # The loop as one node, of a W that only comes as a whole: so it is made once for each direction, not for each expert.
+        x = cast_x(fn, x, layer.W)
+        wanted = [end > begin for begin, end in zip([0, *numbers[:-1]], numbers, strict=True)]
+        _, ready = scaled(x, layer, name, wanted)
+        ends = torch.tensor(numbers, dtype=torch.int64)  # on the host, as s then is: both are read there
+        scale = torch.full((E,), layer.s, dtype=torch.float64)  # type: ignore[arg-type]
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
-    tokens = Tokens(scale, ends_on(fn, offsets, x, count_of(bank)), None)
-    return multi(x, ready, tokens, Call(None, 0.0, saves, name, None, fn, True))
+    return multi(x, ready, Tokens(scale, ends, None), Call(None, 0.0, saves, name, None, fn, True))
 
 
-def scaled(x: Tensor, bank: Operands, s: float, name: str) -> tuple[Tensor, Operands]:
-    """s of each expert, and the bank with its norms."""
-    W, A, B, m, c, bias, _ = bank
-    assert A is not None and B is not None
+def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) -> tuple[Tensor, Operands]:
+    """s of each expert, and the operands with the norms, at least of those that are ``wanted``."""
+    W, A, B, m, s, bias, c = parts(layer)
     scale = scaling_of(s, A.shape[0], x)
-    c = experts_norm(W, A, B, s, scale, name) if c is None else c
-    return scale, Operands(W, A, B, m, c.to(torch.promote_types(x.dtype, torch.float32)), bias, None)
+    c = experts_norm(W, A, B, s, scale, name, wanted) if c is None else c
+    return scale, Operands(W, A, B, m, in_sums(c, x), bias, None)
 
 
-def _loop(x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
-    W, A, B, m, norm, bias, _ = bank
-    assert A is not None and B is not None and m is not None
+def _loop(x: Tensor, layer: DoraLayer, ends: list[int]) -> Tensor:
+    W, A, B, m, s, bias, norm = parts(layer)
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     *xs, rest = x.split([*counts, x.shape[0] - ends[-1]])
     each = experts_of(W, len(counts)) if isinstance(W, QuantWeight) else W.unbind()
     lists: list[Any] = [each, A.unbind(), B.unbind(), m.unbind()]
     biases, norms = (([None] * len(counts)) if t is None else t.unbind() for t in (bias, norm))
-    parts = [
+    ys = [
         dora_linear(part, *operands, s=s, bias=b, norm=c, backend="eager")
         for part, count, *operands, b, c in zip(xs, counts, *lists, biases, norms, strict=True)
         if count
     ]
-    if not parts:  # no rows, but a part of the graph: the gradients are zeros
+    if not ys:  # no rows, but a part of the graph: the gradients are zeros
         c = _ones(m, W) if norm is None else norms[0]
-        parts = [dora_linear(rest[:0], *(t[0] for t in lists), s=s, bias=biases[0], norm=c, backend="eager")]
+        ys = [dora_linear(rest[:0], *(t[0] for t in lists), s=s, bias=biases[0], norm=c, backend="eager")]
     if rest.shape[0]:
-        parts.append(parts[0].new_zeros(rest.shape[0], m.shape[1]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        ys.append(ys[0].new_zeros(rest.shape[0], m.shape[1]))
+    return ys[0] if len(ys) == 1 else torch.cat(ys)
 
 
-def _at_once(fn: str, x: Tensor, bank: Operands, s: float, ends: list[int]) -> Tensor:
-    """The loop as one node, of a W that only comes as a whole: so it is made once for each direction, not for each expert."""
-    W, A, B, m, c, bias, _ = bank
-    assert isinstance(W, QuantWeight) and A is not None and B is not None
-    x = cast_x(fn, x, W)
-    if c is None:
-        wanted = [end > begin for end, begin in zip(ends, [0, *ends[:-1]], strict=True)]
-        c = experts_norm(W, A, B, s, scaling_of(s, len(ends), x), "eager", wanted)
-    c = c.to(torch.promote_types(x.dtype, torch.float32))
-    saves = save_for_dm(m, c, False) != "nothing"
-    scale = torch.full((len(ends),), s, dtype=torch.float64)  # on the host, as offsets are: both are read there
-    tokens = Tokens(scale, torch.tensor(ends, dtype=torch.int64), None)
-    return multi(x, Operands(W, A, B, m, c, bias, None), tokens, Call(None, 0.0, saves, "eager", None, fn, True))
-
-
-def count_of(bank: Operands) -> int:
+def count_of(layer: DoraLayer) -> int:
     """How many experts."""
-    assert bank.A is not None
-    return bank.A.shape[0]
+    return parts(layer)[3].shape[0]
 
 
 def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
@@ -188,25 +170,19 @@ def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
     return m.new_ones(m.shape[1], dtype=torch.promote_types(W.dtype, torch.float32))
 
 
-def check_experts(fn: str, x: Tensor, W: Any, A: Any, B: Any, m: Any, s: Any, bias: Tensor | None, norm: Tensor | None) -> None:
-    key = key_of(fn, (x, W, A, B, m, bias, norm), s)
-    if passed(key):
+def check_experts(fn: str, x: Tensor, layer: DoraLayer) -> bool:
+    """Whether they are DTensors, whose parts are checked in their turn."""
+    W, A, B, m, s, bias, norm = layer
+
+    def check() -> None:
+        texts = "(experts, out, in)", "dora_norm(W, A, B, s=s)"
+        if check_stacks(fn, tensors_of(layer, x=x), s, *texts)["E"] < 1:  # type: ignore[arg-type]
+            raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
+
+    sharded = once(fn, (x, W, A, B, m, bias, norm), (s,), check)
+    if not sharded:
         check_frozen(fn, "W", W)
-        return
-    spec = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
-    tensors = {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}
-    if isinstance(W, QuantWeight):
-        del spec["W"]
-    check_whole(fn, tensors)
-    sizes = check_shapes(fn, spec, tensors, "(experts, out, in)", "dora_norm(W, A, B, s=s)")
-    if isinstance(W, QuantWeight):
-        check_stack(fn, W, sizes)
-    check_rank(fn, sizes["r"])
-    if sizes["E"] < 1:
-        raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
-    check_operands(fn, tensors)
-    check_s(fn, s)
-    remember(key)
+    return sharded
 
 
 def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | None, gates: Tensor | None) -> None:

@@ -8,15 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fdora._check import fail
+from fdora._check import check_whole, fail
 from fdora._dispatch import Backend
-from fdora._records import Operands
 from fdora._torch import no_graph
 from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels
 from fdora.functional.experts import check_experts, check_route, count_of, ends_on, pairs, route_of, scaled, sorted_rows
-from fdora.functional.group import DoraLayer
+from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.functional.linear import cast_x, save_for_dm
 from fdora.quant import QuantWeight
 
@@ -70,25 +69,22 @@ def dora_experts_mlp(
     """
     fn = "dora_experts_mlp"
     check_layers(fn, x, gate_up, down, act)
-    first, second = (Operands(la.W, la.A, la.B, la.m, la.norm, la.bias, None) for la in (gate_up, down))
-    assert gate_up.s is not None and down.s is not None and gate_up.A is not None and down.A is not None  # checked
-    E = count_of(first)
+    E = count_of(gate_up)
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
-    check_kernels(fn, gate_up.A, name, arg="gate_up.A")
-    check_kernels(fn, down.A, name, arg="down.A")
+    for arg, la in (("gate_up.A", gate_up), ("down.A", down)):
+        check_kernels(fn, la.A, name, arg=arg)  # type: ignore[arg-type]  # checked
     to = None if ids is None else route_of(fn, ids, E, name)
     x = cast_x(fn, x, gate_up.W)
     if name == "triton":
         ends = ends_on(fn, offsets, x, E) if to is None else to.offsets
-        (s1, first), (s2, second) = scaled(x, first, gate_up.s, name), scaled(x, second, down.s, name)
+        (s1, first), (s2, second) = scaled(x, gate_up, name), scaled(x, down, name)
         kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]
         saves = (False, False) if no_graph() else (kept[0], kept[1])
         y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name))
     else:
         rows, of_each = (x, offsets) if to is None else (spread(x, to, name), to.offsets)
-        a = gated(sorted_rows(fn, rows, first, gate_up.s, of_each, name), act)
-        y = sorted_rows(fn, a, second, down.s, of_each, name)
+        y = sorted_rows(fn, gated(sorted_rows(fn, rows, gate_up, of_each, name), act), down, of_each, name)
     if to is None:
         return y
     y = combine(y, pairs(gates), to, name)
@@ -106,9 +102,10 @@ def check_layers(fn: str, x: Tensor, gate_up: DoraLayer, down: DoraLayer, act: s
     if len(first) == len(second) == 3 and first[:2] != (second[0], 2 * second[2]):
         have = f"{first} beside down.W {second}"
         raise fail(fn, "gate_up.W", "(E, 2 F, K) beside down.W (E, N, F)", have, "gate and up are one weight.")
-    check_experts(f"{fn}: gate_up", x, gate_up.W, gate_up.A, gate_up.B, gate_up.m, gate_up.s, gate_up.bias, gate_up.norm)
     inner = torch.empty((0, second[-1] if second else 0), dtype=x.dtype, device=x.device)
-    check_experts(f"{fn}: down", inner, down.W, down.A, down.B, down.m, down.s, down.bias, down.norm)
+    for label, t, la in (("gate_up", x, gate_up), ("down", inner, down)):
+        if check_experts(f"{fn}: {label}", t, la):
+            check_whole(f"{fn}: {label}", tensors_of(la, x=t))
 
 
 def _stack_of(la: DoraLayer) -> tuple[int, ...]:

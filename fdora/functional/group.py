@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 
-from fdora._check import (
-    FLOATS,
-    check_device,
-    check_dtype,
-    check_frozen,
-    check_left_out,
-    check_shapes,
-    check_tensor,
-    fail,
-    is_sharded,
-    key_of,
-    passed,
-    remember,
-)
+from fdora._check import FLOATS, check_device, check_dtype, check_frozen, check_left_out, check_shapes, check_tensor, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
 from fdora.autograd import node
 from fdora.autograd._ops import autocast_on
-from fdora.autograd.node import Call
 from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
-from fdora.functional.linear import (
-    cast_x,
-    check_dropout,
-    check_layer,
-    dtype_of_products,
-    full_norm,
-    norm_for,
-    save_for_dm,
-)
-from fdora.quant import QuantWeight
-
-
-class DoraLayer(NamedTuple):
-    """One layer of a call that takes several: what :func:`dora_linear` takes beside x, by the same names.
-
-    ``DoraLayer(W, *params, s=s)`` with :class:`DoraParams`; ``DoraLayer(W)`` or ``DoraLayer(W, bias=bias)`` is a frozen
-    layer without an adapter, ``y = x @ W.T + bias``. Made for the call: gradients are those of the tensors in it.
-    """
-
-    W: Tensor | QuantWeight
-    """(N, K) frozen weight, or a quantised one."""
-    A: Tensor | None = None
-    """(r, K)."""
-    B: Tensor | None = None
-    """(N, r)."""
-    m: Tensor | None = None
-    """(N,)."""
-    s: float | None = None
-    """LoRA scaling; it must be given with an adapter."""
-    bias: Tensor | None = None
-    """(N,)."""
-    norm: Tensor | None = None
-    """(N,) c of :func:`dora_norm`; None computes it."""
+from fdora.functional.layer import DoraLayer, labelled
+from fdora.functional.linear import cast_x, check_dropout, check_layer, dropout_of, dtype_of_products, norm_for, save_for_dm
 
 
 def dora_linear_group(
@@ -119,12 +74,7 @@ def dora_linear_group(
     x = cast_x(fn, x, layers[0].W)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
-    ready = [
-        prepared(f"{fn}: layers[{i}]", x, layer, s, keep_inner, detach, name)
-        for i, (layer, s) in enumerate(zip(layers, seeds, strict=True))
-    ]
-    drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
-    return tuple(node.layers(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name)))
+    return tuple(run(x, labelled(fn, layers), seeds, keep_inner, dropout_of(dropout_p, dropout_mode), name, detach))
 
 
 def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
@@ -133,7 +83,7 @@ def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
         raise fail(fn, "layers", "a sequence of DoraLayers", f"a {type(layers).__name__}", "Write list(layers).")
     if not layers:
         raise fail(fn, "layers", "at least one DoraLayer", "none", "Pass the layers that read x.")
-    return check_members(fn, x, {f"layers[{i}]": layer for i, layer in enumerate(layers)})
+    return check_members(fn, x, labelled(fn, layers))
 
 
 def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Callable[[], dict[str, Tensor]] = dict) -> bool:
@@ -144,29 +94,26 @@ def check_members(fn: str, x: Tensor, layers: dict[str, DoraLayer], other_x: Cal
     check_tensor(fn, "x", x)
     for label, layer in layers.items():
         if not isinstance(layer, DoraLayer):
-            have = f"a {type(layer).__name__}"
-            raise fail(f"{fn}: {label}", "layer", "a DoraLayer", have, "Write DoraLayer(W, A, B, m, s=s).")
+            raise fail(label, "layer", "a DoraLayer", f"a {type(layer).__name__}", "Write DoraLayer(W, A, B, m, s=s).")
+
+    def check() -> None:
+        xs = other_x()
+        for label, layer in layers.items():
+            check_member(label, xs.get(label, x), layer)
+
     tensors = tuple(t for W, A, B, m, _, bias, norm in layers.values() for t in (W, A, B, m, bias, norm))
     allowed = f"{fn} under autocast" if autocast_on(x) else fn  # which takes layers of several dtypes
-    key = key_of(allowed, (x, *tensors), *(layer.s for layer in layers.values() if layer.A is not None))
-    if passed(key):
-        for label, layer in layers.items():
-            if layer.W.requires_grad:
-                check_frozen(f"{fn}: {label}", "W", layer.W)
-        return False
-    if is_sharded(x, *tensors):
-        return True
-    xs = other_x()
+    sharded = once(allowed, (x, *tensors), [layer.s for layer in layers.values() if layer.A is not None], check)
     for label, layer in layers.items():
-        check_member(f"{fn}: {label}", xs.get(label, x), layer)
-    remember(key)
-    return False
+        if layer.W.requires_grad and not sharded:
+            check_frozen(label, "W", layer.W)
+    return sharded
 
 
 def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
-    W, A, B, m, s, bias, norm = layer
-    if A is not None and B is not None and m is not None:
-        check_layer(fn, x, W, A, B, m, s, bias, norm)  # type: ignore[arg-type]  # it says what is wrong with s
+    W, A, B, m, _, bias, norm = layer
+    if not (A is None or B is None or m is None):
+        check_layer(fn, x, layer)
     elif not (A is B is m is norm is None):
         arg = "A" if A is None else "B" if B is None else "m"
         raise fail(fn, arg, "a Tensor, as other parts of the adapter are given", "None", "Leave out A, B, m and norm, or none.")
@@ -194,11 +141,27 @@ def seeds_for(
     return [placed(s, origin) for s, origin in zip(found, origins, strict=True)]
 
 
-def prepared(
-    fn: str, x: Tensor, layer: DoraLayer, seed: Tensor | None, keep_inner: bool, detach: bool, backend: str
-) -> tuple[Operands, Options]:
-    W, A, B, m, s, bias, norm = layer
-    if A is None or B is None or m is None or s is None:
-        return Operands(W, None, None, None, None, bias, None), Options(1.0, "nothing")
-    c = norm_for(x, W, A, B, s, norm, backend) if detach else full_norm(fn, x, W, A, B, s, norm, backend)
-    return Operands(W, A, B, m, c, bias, seed), Options(s, save_for_dm(m, c, keep_inner))
+def run(
+    x: Tensor,
+    layers: dict[str, DoraLayer],
+    seeds: Sequence[Tensor | None],
+    keep_inner: bool,
+    drop: Dropout,
+    backend: str,
+    detach: bool = True,
+    **call: Any,
+) -> Sequence[Tensor]:
+    """One node of layers that passed the checks, by the names that errors have. ``call``: fields of a node's Call; with its
+    ``seen`` the forward asks for the norms; with ``act`` keep_inner is for the last layer."""
+    operands, options = [], []
+    for (label, layer), seed in zip(layers.items(), seeds, strict=True):
+        W, A, B, m, s, bias, _ = layer
+        if A is None or s is None:
+            operands.append(Operands(W, None, None, None, None, bias, None))
+            options.append(Options(1.0, "nothing"))
+            continue
+        c = None if call.get("seen") else norm_for(label, x, layer, backend, detach)
+        inner = keep_inner and (call.get("act") is None or len(operands) == len(layers) - 1)
+        operands.append(Operands(W, A, B, m, c, bias, seed))
+        options.append(Options(s, save_for_dm(m, c, inner)))
+    return node.layers(x, operands, node.Call(tuple(options), drop, backend, **call))

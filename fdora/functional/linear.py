@@ -8,18 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import (
-    check_dtype,
-    check_frozen,
-    check_left_out,
-    check_weights,
-    fail,
-    is_sharded,
-    key_of,
-    name,
-    passed,
-    remember,
-)
+from fdora._check import check_dtype, check_frozen, check_left_out, check_weights, fail, name, once
 from fdora._dispatch import Backend
 from fdora._recording import active
 from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
@@ -30,6 +19,7 @@ from fdora.autograd.weight import forms_norm, norm_beside
 from fdora.functional._ends import check_ends, folded, loses_inner
 from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
+from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.quant import Codes8, QuantWeight
 
 
@@ -107,15 +97,13 @@ def dora_linear(
     Derivation: ``fdora/eager/linear.py``, kernels: ``fdora/triton/linear.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3 (c is detached).
     """
-    fn = "dora_linear"
-    if check_layer(fn, x, W, A, B, m, s, bias, norm):
+    fn, layer = "dora_linear", DoraLayer(W, A, B, m, s, bias, norm)
+    if check_layer(fn, x, layer):
         from fdora.functional import _sharded
-        from fdora.functional.group import DoraLayer
 
         check_dropout(fn, dropout_p, dropout_mode)
         check_left_out(fn, {"gamma": gamma is not None, "residual": residual is not None, "detach": not detach})
         options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "compute": compute, "backend": backend}
-        layer = DoraLayer(W, A, B, m, s, bias, norm)
         return _sharded.linear(dora_linear, x, layer, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
@@ -125,56 +113,37 @@ def dora_linear(
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
-    choice = select_backend(x, backend=backend)
-    if compute is not None:
-        check_compute(fn, compute, x, W, mode, choice.name)
+    choice, fp8 = select_backend(x, backend=backend).name, compute is not None
+    if fp8:
+        check_compute(fn, compute, x, W, mode, choice)
     full = not detach and residual is None
-    c: Tensor | None
-    if full:  # c goes in as a constant: the layer's own node takes its gradient on
+    if not full:
+        c = norm_for(fn, x, layer, choice, detach, formed=not fp8)
+    else:  # c goes in as a constant: the layer's own node takes its gradient on
         check_detach(fn, W)
-        c = norm_of(x, W, A, B, s, None if norm is None else norm.detach(), choice.name)
-    else:
-        c = norm_for(x, W, A, B, s, norm, choice.name) if detach else full_norm(fn, x, W, A, B, s, norm, choice.name)
+        c = in_sums(row_norm(NormOf(W, A, B, s), choice) if norm is None else norm.detach(), x)
     mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     make = _call if torch.compiler.is_compiling() else _remembered_call
     through = full and (A.requires_grad or B.requires_grad)
-    saves, fp8 = (save_for_dm(m, c, keep_inner, through),), compute is not None
-    call = make((s,), saves, dropout_p, mode, choice.name, full, fp8, residual is not None)
-    if fp8 and c is None:
-        c = row_norm(NormOf(W, A, B, s), choice.name)
+    call = make(s, save_for_dm(m, c, keep_inner, through), dropout_p, mode, choice, full, fp8, residual is not None)
     return layers(x, (Operands(W, A, B, m, c, bias, mask_seed),), call, residual)[0]
 
 
-def _call(
-    s: tuple[float, ...],
-    saves: tuple[SaveForDm, ...],
-    p: float,
-    mode: DropoutMode,
-    backend: str,
-    full: bool = False,
-    fp8: bool = False,
-    residual: bool = False,
-) -> Call:
-    options = tuple([Options(*each) for each in zip(s, saves, strict=True)])
-    return Call(options, Dropout(p, mode), backend, None, full, fp8, residual)
+def _call(s: float, save: SaveForDm, p: float, mode: DropoutMode, backend: str, full: bool, fp8: bool, residual: bool) -> Call:
+    return Call((Options(s, save),), Dropout(p, mode), backend, None, full, fp8, residual)
 
 
 _remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up
 
 
-def check_layer(
-    fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, s: float, bias: Tensor | None, norm: Tensor | None
-) -> bool:
+def check_layer(fn: str, x: Tensor, layer: DoraLayer) -> bool:
     """Whether they are DTensors, whose parts are checked in their turn."""
-    key = key_of(fn, (x, W, A, B, m, bias, norm), s)
-    if passed(key):
+    W, A, B, m, s, bias, norm = layer
+    tensors = (x, W, A, B, m, bias, norm)
+    sharded = once(fn, tensors, (s,), lambda: check_weights(fn, tensors_of(layer, x=x), s))  # type: ignore[arg-type]
+    if not sharded:
         check_frozen(fn, "W", W)
-        return False
-    if is_sharded(x, W, A, B, m, bias, norm):
-        return True
-    check_weights(fn, {"W": W, "A": A, "B": B, "m": m, "bias": bias, "norm": norm, "x": x}, s)
-    remember(key)
-    return False
+    return sharded
 
 
 def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:
@@ -202,24 +171,28 @@ def check_dropout(fn: str, p: float, mode: str) -> None:
         raise fail(fn, "dropout_p", "in [0, 1)", p, "Pass the probability that an element is dropped.")
 
 
-def norm_for(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor | None:
-    """c, or None where the plan of the layer forms it."""
-    if norm is None and (forms_norm(W, backend) or norm_beside(x, W, A, B, backend)):
-        return None
-    return norm_of(x, W, A, B, s, norm, backend)
+def dropout_of(p: float, mode: DropoutMode) -> Dropout:
+    return Dropout(p, mode if p else "lora")
 
 
-def norm_of(x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
-    """c as a layer on x takes it."""
-    c = row_norm(NormOf(W, A, B, s), backend) if norm is None else norm
+def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool = True, formed: bool = True) -> Tensor | None:
+    """c as a layer on x takes it; None where its plan forms it, if it may be ``formed`` there. Without ``detach`` it has
+    gradients to A and B: of a given norm the value is taken."""
+    W, A, B, _, s, _, c = layer
+    assert A is not None and B is not None and s is not None
+    if not detach:
+        check_detach(fn, W)
+        c = row_norm(NormOf(W, A, B, s), backend, False) if c is None else with_gradient(c, W, A, B, s, backend)  # type: ignore[arg-type]
+    elif c is None:
+        if formed and (forms_norm(W, backend) or norm_beside(x, W, A, B, backend)):
+            return None
+        c = row_norm(NormOf(W, A, B, s), backend)
+    return in_sums(c, x)
+
+
+def in_sums(c: Tensor, x: Any) -> Tensor:
+    """In the dtype in which products of x are summed."""
     return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def full_norm(fn: str, x: Tensor, W: Any, A: Tensor, B: Tensor, s: float, norm: Tensor | None, backend: str) -> Tensor:
-    """c with gradients to A and B; of a given norm the value is taken."""
-    check_detach(fn, W)
-    c = row_norm(NormOf(W, A, B, s), backend, False) if norm is None else with_gradient(norm, W, A, B, s, backend)
-    return c.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attached(fn: str, c: Tensor, W: Any, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:

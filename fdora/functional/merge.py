@@ -16,6 +16,7 @@ from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
 from fdora.functional._ends import check_gamma, folded
 from fdora.functional.backend import select_backend
+from fdora.functional.layer import DoraLayer
 from fdora.quant import QuantWeight
 from fdora.quant.quantize import NAMES, quantizes
 
@@ -62,8 +63,7 @@ def dora_merge(
         from fdora.functional import _sharded
 
         check_left_out(fn, {"gamma": gamma is not None})
-        merged: Tensor = _sharded.merge(dora_merge, fn, W, A, B, m, s, norm, backend)
-        return merged
+        return _sharded.merge(dora_merge, fn, DoraLayer(W, A, B, m, s, None, norm), backend)
     check_merge(fn, W, A, B, m, s, norm)
     check_gamma(fn, W, gamma)
     choice = select_backend(W, backend=backend)
@@ -151,8 +151,7 @@ def dora_unmerge(W: Tensor, A: Tensor, B: Tensor, m: Tensor, *, s: float, norm: 
     if is_sharded(W, A, B, m, norm):
         from fdora.functional import _sharded
 
-        before: Tensor = _sharded.merge(dora_unmerge, fn, W, A, B, m, s, norm, backend)
-        return before
+        return _sharded.merge(dora_unmerge, fn, DoraLayer(W, A, B, m, s, None, norm), backend)
     check_merge(fn, W, A, B, m, s, norm)
     W, A, B, m, norm = detached(W, A, B, m, norm)
     wiped = (scale(m, norm) == 0) & (norm > 0)

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from fdora._check import check_left_out, check_shapes, fail
 from fdora._dispatch import Backend
-from fdora._records import Dropout
-from fdora.autograd import node
-from fdora.autograd.node import ACTS, Call
+from fdora.autograd.node import ACTS
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
-from fdora.functional.group import DoraLayer, check_members, prepared, seeds_for
-from fdora.functional.linear import cast_x, check_dropout
+from fdora.functional.group import check_members, run, seeds_for
+from fdora.functional.layer import DoraLayer
+from fdora.functional.linear import cast_x, check_dropout, dropout_of
 
 
 def dora_mlp(
@@ -70,7 +69,7 @@ def dora_mlp(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5; Shazeer, GLU Variants, 2020, arXiv:2002.05202.
     """
     fn = "dora_mlp"
-    layers = {"gate": gate, "up": up, "down": down}
+    layers = {f"{fn}: gate": gate, f"{fn}: up": up, f"{fn}: down": down}
     sharded = check_mlp(fn, x, layers, act)
     check_dropout(fn, dropout_p, dropout_mode)
     if sharded:
@@ -78,27 +77,22 @@ def dora_mlp(
 
         check_left_out(fn, {"detach": not detach})
         options = {"act": act, "dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
-        return _sharded.mlp(dora_mlp, x, layers, dropout_p, seed, mask_origin, **options)
+        return _sharded.mlp(dora_mlp, x, (gate, up, down), dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, gate.W)
     name = select_backend(x, backend=backend).name
     t0, f0 = check_origin(fn, mask_origin, "(t0, f0)") or (0, 0)
     origins = [None if mask_origin is None else (t0, k0) for k0 in (0, 0, f0)]
     seeds = seeds_for(fn, seed, origins, dropout_p, x)
-    ready = [
-        prepared(f"{fn}: {label}", x, la, s, keep_inner and la is down, detach, name)
-        for (label, la), s in zip(layers.items(), seeds, strict=True)
-    ]
-    drop = Dropout(dropout_p, dropout_mode if dropout_p else "lora")
-    return node.layers(x, [la for la, _ in ready], Call(tuple(o for _, o in ready), drop, name, act))[0]
+    return run(x, layers, seeds, keep_inner, dropout_of(dropout_p, dropout_mode), name, detach, act=act)[0]
 
 
 def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:
     """gate, up and down beside each other, and each beside the x it reads. Returns whether there are DTensors among them."""
 
     def other_x() -> dict[str, Tensor]:
-        axes = {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}
-        sizes = check_shapes(fn, axes, {f"{label}.W": layer.W for label, layer in layers.items()})
-        return {"down": x.new_empty((0, sizes["F"]))}
+        tensors = {f"{label.removeprefix(f'{fn}: ')}.W": layer.W for label, layer in layers.items()}
+        sizes = check_shapes(fn, {"gate.W": "F K", "up.W": "F K", "down.W": "N F"}, tensors)
+        return {f"{fn}: down": x.new_empty((0, sizes["F"]))}
 
     sharded = check_members(fn, x, layers, other_x)
     if act not in ACTS:

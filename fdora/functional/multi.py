@@ -9,25 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import (
-    check_device,
-    check_dtype,
-    check_frozen,
-    check_shapes,
-    check_tensor,
-    fail,
-    is_sharded,
-    key_of,
-    passed,
-    remember,
-)
+from fdora._check import check_device, check_dtype, check_frozen, check_shapes, check_tensor, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
 from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_kernels, check_ranks, check_sequence, scalings
-from fdora.functional.linear import cast_x, check_dropout, save_for_dm
+from fdora.functional.layer import DoraLayer, tensors_of
+from fdora.functional.linear import cast_x, check_dropout, in_sums, save_for_dm
 from fdora.quant import QuantWeight
 
 
@@ -96,13 +86,13 @@ def dora_linear_multi(
     :func:`dora_linear`. On a GPU eager code runs each low-rank product over all tokens. Derivation: ``fdora/eager/multi.py``.
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3; Zhu et al., LoRAFusion, 2025, arXiv:2510.00206.
     """
-    fn = "dora_linear_multi"
+    fn, layer = "dora_linear_multi", DoraLayer(W, A, B, m, s, bias, norm)  # type: ignore[arg-type]
     of_each = check_sequence(fn, ranks)
-    if check_multi(fn, x, W, A, B, m, offsets, ids, norm, bias, of_each):
+    if check_multi(fn, x, layer, offsets, ids, of_each):
         from fdora.functional import _sharded_layers
 
-        rest: dict[str, Any] = {"ranks": ranks, "backend": backend}
-        return _sharded_layers.multi(dora_linear_multi, x, W, A, B, m, s, offsets, ids, norm, bias, dropout_p, **rest)
+        rest: dict[str, Any] = {"offsets": offsets, "ranks": ranks, "backend": backend}
+        return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
     check_dropout(fn, dropout_p, "lora")
     x = cast_x(fn, x, W)
     G = A.shape[0]
@@ -116,8 +106,7 @@ def dora_linear_multi(
     scale = scalings(fn, s, G, x)
     c = None
     if m is not None:
-        c = bank_norm(W, A, B, scale, of_each, name) if norm is None else norm
-        c = c.to(torch.promote_types(x.dtype, torch.float32))
+        c = in_sums(bank_norm(W, A, B, scale, of_each, name) if norm is None else norm, x)
     seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
     ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)[:2]
     assert ends is not None
@@ -127,46 +116,36 @@ def dora_linear_multi(
 
 
 def check_multi(
-    fn: str,
-    x: Tensor,
-    W: Any,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor | None,
-    offsets: Tensor | None,
-    ids: Tensor | None,
-    norm: Tensor | None,
-    bias: Tensor | None,
-    ranks: tuple[int, ...] | None,
+    fn: str, x: Tensor, layer: DoraLayer, offsets: Tensor | None, ids: Tensor | None, ranks: tuple[int, ...] | None
 ) -> bool:
     """Everything but values and s. Whether they are DTensors, whose parts are checked in their turn."""
-    key = key_of(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias))
-    if passed(key):
+    W, A, B, m, _, bias, norm = layer
+
+    def check() -> None:
+        tensors = tensors_of(layer, x=x)
+        if m is None:
+            del tensors["m"]
+            if norm is not None:
+                raise fail(fn, "norm", "None without m", "a Tensor", "Plain LoRA has no norm: g is 1.")
+        check_ranks(fn, ranks, check_bank(fn, tensors), tensors["A"].shape[1])
+        if (offsets is None) == (ids is None):
+            have = "neither" if ids is None else "both"
+            raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
+        check_tensor(fn, *(("ids", ids) if offsets is None else ("offsets", offsets)))
+        check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
+        if offsets is not None:
+            check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})
+            check_dtype(fn, "offsets", offsets, (torch.int32,))
+        elif ids is not None:
+            lead = tuple(x.shape[:-1])
+            check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
+            if tuple(ids.shape) not in ((prod(lead),), lead):
+                raise fail(fn, "ids", f"{lead}, one for each token", tuple(ids.shape), "-1 is the layer without an adapter.")
+
+    sharded = once(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias), (), check)
+    if not sharded:
         check_frozen(fn, "W", W)
-        return False
-    if is_sharded(x, W, A, B, m, norm, bias, ids):
-        return True
-    tensors = {"W": W, "A": A, "B": B, "m": m, "norm": norm, "bias": bias, "x": x}
-    if m is None:
-        del tensors["m"]
-        if norm is not None:
-            raise fail(fn, "norm", "None without m", "a Tensor", "Plain LoRA has no norm: g is 1.")
-    check_ranks(fn, ranks, check_bank(fn, tensors), A.shape[1])
-    if (offsets is None) == (ids is None):
-        have = "neither" if ids is None else "both"
-        raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
-    check_tensor(fn, *(("ids", ids) if offsets is None else ("offsets", offsets)))
-    check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
-    if offsets is not None:
-        check_shapes(fn, {"A": "G r K", "offsets": "G"}, {"A": A, "offsets": offsets})
-        check_dtype(fn, "offsets", offsets, (torch.int32,))
-    elif ids is not None:
-        lead = tuple(x.shape[:-1])
-        check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
-        if tuple(ids.shape) not in ((prod(lead),), lead):
-            raise fail(fn, "ids", f"{lead}, one for each token", tuple(ids.shape), "-1 is the layer without an adapter.")
-    remember(key)
-    return False
+    return sharded
 
 
 def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from torch import Tensor
 
 from fdora._check import (
     FLOATS,
     WIDE,
-    Weight,
     check_device,
     check_dtype,
     check_frozen,
     check_shapes,
-    check_weights,
     fail,
     is_sharded,
-    key_of,
-    passed,
-    remember,
 )
 from fdora._dispatch import Backend
-from fdora._records import NormOf
 from fdora._torch import PLAIN
+from fdora.autograd.multi import experts_norm
 from fdora.autograd.norm import base_sqnorm as _base_sqnorm
-from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, smallest_bytes_of
+from fdora.autograd.norm import guarded_norm, row_norm, row_sqnorm, scale, sharded_guarded_norm, sharded_norm
 from fdora.autograd.norm import kept_norms as kept_norms
-from fdora.autograd.sharded import sharded_guarded_norm, sharded_norm
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import is_stack, norm_of_bank, norm_of_experts
-from fdora.functional.norm_state import NormState, ShardNormState, check_one_group, check_state
+from fdora.functional.bank import check_kernels, check_stacks, is_stack, norm_over, scaling_of
+from fdora.functional.norm_state import NormHow, NormState, ShardNormState, check_norm, check_one_group, start_of
 from fdora.quant import QuantWeight
 
 
@@ -155,16 +149,12 @@ def dora_norm(
     if isinstance(A, Tensor) and A.dim() == 3:
         refused = {"norm_axis": norm_axis != 1, "detach": not detach, "squared": squared}
         refused |= {"base_sqnorm": base_sqnorm is not None, "max_bytes": max_bytes is not None, "state": state is not None}
-        if is_stack(W, B, s):
-            return norm_of_experts(W, A, B, s, refused | {"group": group is not None}, backend)
-        if group is not None:
-            check_one_group("dora_norm", group)
-        return norm_of_bank(W, A, B, s, refused, group, backend)
+        return _norm_of_many(W, A, B, s, refused, group, backend)
     fn, how = "dora_norm", NormHow(norm_axis, base_sqnorm, detach, max_bytes, state, squared, group)
     if not (type(W) in PLAIN and type(A) in PLAIN and type(B) in PLAIN) and is_sharded(W, A, B):
-        from fdora.functional import _sharded_norm
+        from fdora.functional import _sharded
 
-        return _sharded_norm.norm(fn, W, A, B, s, how, backend)
+        return _sharded.norm(fn, W, A, B, s, how, backend)
     of = check_norm(fn, W, A, B, s, how)
     choice = select_backend(of.W, backend=backend).name
     if group is not None:
@@ -177,53 +167,6 @@ def dora_norm(
     if state is not None:
         return NormState(*guarded_norm(of, state[0], state[1], choice))
     return row_norm(of, choice, detach)
-
-
-class NormHow(NamedTuple):
-    """The arguments of :func:`dora_norm` beside W, A, B and s."""
-
-    norm_axis: int = 1
-    base_sqnorm: Tensor | None = None
-    detach: bool = True
-    max_bytes: int | None = None
-    state: NormState | ShardNormState | None = None
-    squared: bool = False
-    group: Any = None
-
-
-def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) -> NormOf:
-    """What the norm of rows is of."""
-    norm_axis, base_sqnorm, detach, max_bytes, state, squared, group = how
-    if isinstance(W, Weight) and (norm_axis != 1 or not detach):
-        arg, want = ("norm_axis", "1") if norm_axis != 1 else ("detach", "True")
-        given = norm_axis if norm_axis != 1 else detach
-        raise fail(fn, arg, f"{want} for a quantised W", given, "Pass W.dequantize().")
-    if norm_axis == 0:
-        check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
-        W, A, B = W.T, B.T, A.T
-    elif norm_axis != 1:
-        raise fail(fn, "norm_axis", "1 (a norm for each output row) or 0 (for each input column)", norm_axis, "DoRA's is 1.")
-    key = key_of(fn, (W, A, B, base_sqnorm), s)
-    if passed(key):
-        check_frozen(fn, "W", W)
-        check_frozen(fn, "base_sqnorm", base_sqnorm)
-    else:
-        check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
-        check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
-        check_frozen(fn, "base_sqnorm", base_sqnorm)
-        remember(key)
-    if max_bytes is not None:
-        need = smallest_bytes_of(W, A, B, base_sqnorm is not None)
-        if not isinstance(max_bytes, (int, float)) or max_bytes < need:
-            raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
-    if squared and (state is not None or group is not None or not detach):
-        have = "a state" if state is not None else "a group" if group is not None else "detach=False"
-        raise fail(fn, "squared", "False there", f"True with {have}", "Square the norm, or take the root, yourself.")
-    if group is not None:
-        check_one_group(fn, group)
-    if state is not None:
-        check_state(fn, W, state, detach, group is not None)
-    return NormOf(W, A, B, s, base_sqnorm, max_bytes)
 
 
 def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, backend: Backend = "auto") -> Tensor:
@@ -245,10 +188,9 @@ def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, b
     """
     fn = "dora_base_sqnorm"
     if is_sharded(W):
-        from fdora.functional import _sharded_norm
+        from fdora.functional import _sharded
 
-        squares: Tensor = _sharded_norm.base(fn, W, max_bytes, backend)
-        return squares
+        return _sharded.base(fn, W, max_bytes, backend)
     check_shapes(fn, {"W": "N K"}, {"W": W})
     check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
     check_frozen(fn, "W", W)
@@ -276,10 +218,63 @@ def dora_scale(m: Tensor, c: Tensor) -> Tensor:
     if is_sharded(m, c):
         from fdora.functional import _sharded
 
-        g: Tensor = _sharded.scale(dora_scale, m, c)
-        return g
+        return _sharded.scale(dora_scale, m, c)
     check_shapes(fn, {"m": "N", "c": "N"}, {"m": m, "c": c})
     check_dtype(fn, "m", m, FLOATS)
     check_dtype(fn, "c", c, WIDE, "Keep it as dora_norm returns it.")
     check_device(fn, "m", {"m": m, "c": c})
     return scale(m, c)
+
+
+def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
+    """The state to start with: it matches nothing, so that the first ``dora_norm(W, A, B, s=s, state=state)`` computes.
+
+    Args:
+      W: (N, K) frozen weight, float16, bfloat16, float32 or float64. Its values are not read; the state belongs to it alone.
+        Of a DTensor it is a :class:`ShardNormState`.
+
+    Returns:
+      ``NormState(c, fingerprint)``: (N,) float32 (float64 for a float64 W) and (256,) int64, on the device of W.
+
+    Raises:
+      FdoraError: W is not a floating matrix.
+
+    Memory: N numbers and 2 KiB; keeps nothing for backward.
+    References: none; it is bookkeeping of this library.
+    """
+    fn = "dora_norm_state"
+    if is_sharded(W):
+        from fdora.functional import _sharded
+
+        return _sharded.norm_state(W)  # type: ignore[return-value]  # as the docstring has it
+    check_shapes(fn, {"W": "N K"}, {"W": W})
+    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    return start_of(W)
+
+
+def _norm_of_many(
+    W: Tensor | QuantWeight, A: Tensor, B: Tensor, s: Any, refused: dict[str, bool], group: Any, backend: Backend
+) -> Tensor:
+    """:func:`dora_norm` of a bank, or of experts in a stack. ``refused``: arguments that have no meaning there, and whether
+    they are given."""
+    fn, experts = "dora_norm", is_stack(W, B, s)
+    what, one = ("a stack of experts", "expert") if experts else ("a bank of adapters", "adapter")
+    if experts:
+        refused = refused | {"group": group is not None}
+    elif group is not None:
+        check_one_group(fn, group)
+    for arg, given in refused.items():
+        if given:
+            raise fail(fn, arg, f"left out for {what}", "a value", f"Ask for the norm of one {one} at a time.")
+    if experts:
+        sizes = check_stacks(fn, {"W": W, "A": A, "B": B}, s)
+        like = A if isinstance(W, QuantWeight) else W
+        name = select_backend(like, backend=backend).name
+        if not isinstance(W, QuantWeight):  # of codes each expert has launches of its own
+            check_kernels(fn, A, name)
+        return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), name)
+    if is_sharded(W, A, B):
+        from fdora.functional import _sharded_layers
+
+        return _sharded_layers.norm_of_bank(fn, W, A, B, s, group, backend)
+    return norm_over(fn, (W, A, B), s, None, () if group is None else (group,), backend)

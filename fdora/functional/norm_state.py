@@ -1,4 +1,4 @@
-"""A norm that is reused for as long as the bits of A, B and s stay the same: the value, its start and its checks."""
+"""What a norm is asked of, and its checks; a norm that is reused for as long as the bits of A, B and s stay the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_dtype, check_shapes, fail, is_sharded, name
-from fdora.autograd.norm import WORDS
+from fdora._check import WIDE, Weight, check_dtype, check_frozen, check_weights, fail, name, once
+from fdora._records import NormOf
+from fdora.autograd.norm import WORDS, smallest_bytes_of
 from fdora.quant import QuantWeight
 
 
@@ -28,30 +29,8 @@ class ShardNormState(NamedTuple):
     """(N,) the norm of this process's columns, which is what the fingerprint belongs to."""
 
 
-def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
-    """The state to start with: it matches nothing, so that the first ``dora_norm(W, A, B, s=s, state=state)`` computes.
-
-    Args:
-      W: (N, K) frozen weight, float16, bfloat16, float32 or float64. Its values are not read; the state belongs to it alone.
-        Of a DTensor it is a :class:`ShardNormState`.
-
-    Returns:
-      ``NormState(c, fingerprint)``: (N,) float32 (float64 for a float64 W) and (256,) int64, on the device of W.
-
-    Raises:
-      FdoraError: W is not a floating matrix.
-
-    Memory: N numbers and 2 KiB; keeps nothing for backward.
-    References: none; it is bookkeeping of this library.
-    """
-    fn = "dora_norm_state"
-    if is_sharded(W):
-        from fdora.functional import _sharded_norm
-
-        start: Any = _sharded_norm.norm_state(W)
-        return start
-    check_shapes(fn, {"W": "N K"}, {"W": W})
-    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+def start_of(W: Tensor | QuantWeight) -> NormState:
+    """A state that matches nothing."""
     c = torch.zeros(W.shape[0], device=W.device, dtype=torch.promote_types(W.dtype, torch.float32))
     return NormState(c, torch.zeros(WORDS, device=W.device, dtype=torch.int64))
 
@@ -85,3 +64,49 @@ def check_one_group(fn: str, group: Any) -> None:
     mesh = type(group).__name__ == "DeviceMesh"
     have = f"a mesh of {group.ndim} dimensions" if mesh else f"a {type(group).__name__}"
     raise fail(fn, "group", "a ProcessGroup or a DeviceMesh of one dimension", have, "Pass that of the columns, as mesh['tp'].")
+
+
+class NormHow(NamedTuple):
+    """The arguments of :func:`dora_norm` beside W, A, B and s."""
+
+    norm_axis: int = 1
+    base_sqnorm: Tensor | None = None
+    detach: bool = True
+    max_bytes: int | None = None
+    state: NormState | ShardNormState | None = None
+    squared: bool = False
+    group: Any = None
+
+
+def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) -> NormOf:
+    """What the norm of rows is of."""
+    norm_axis, base_sqnorm, detach, max_bytes, state, squared, group = how
+    if isinstance(W, Weight) and (norm_axis != 1 or not detach):
+        arg, want = ("norm_axis", "1") if norm_axis != 1 else ("detach", "True")
+        given = norm_axis if norm_axis != 1 else detach
+        raise fail(fn, arg, f"{want} for a quantised W", given, "Pass W.dequantize().")
+    if norm_axis == 0:
+        check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
+        W, A, B = W.T, B.T, A.T
+    elif norm_axis != 1:
+        raise fail(fn, "norm_axis", "1 (a norm for each output row) or 0 (for each input column)", norm_axis, "DoRA's is 1.")
+
+    def check() -> None:
+        check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
+        check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
+
+    once(fn, (W, A, B, base_sqnorm), (s,), check, door=False)
+    check_frozen(fn, "W", W)
+    check_frozen(fn, "base_sqnorm", base_sqnorm)
+    if max_bytes is not None:
+        need = smallest_bytes_of(W, A, B, base_sqnorm is not None)
+        if not isinstance(max_bytes, (int, float)) or max_bytes < need:
+            raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
+    if squared and (state is not None or group is not None or not detach):
+        have = "a state" if state is not None else "a group" if group is not None else "detach=False"
+        raise fail(fn, "squared", "False there", f"True with {have}", "Square the norm, or take the root, yourself.")
+    if group is not None:
+        check_one_group(fn, group)
+    if state is not None:
+        check_state(fn, W, state, detach, group is not None)
+    return NormOf(W, A, B, s, base_sqnorm, max_bytes)

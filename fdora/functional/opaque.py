@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, DropoutMode, Operands, Options
+from fdora._records import DropoutMode
 from fdora._torch import exporting, functorch_active, library_of, while_tracing
-from fdora.autograd import node
 from fdora.functional.backend import select_backend
-from fdora.functional.group import DoraLayer, check_group, dora_linear_group, seeds_for
-from fdora.functional.linear import cast_x, norm_for, save_for_dm
+from fdora.functional.group import check_group, dora_linear_group, run, seeds_for
+from fdora.functional.layer import DoraLayer, labelled
+from fdora.functional.linear import cast_x, dropout_of
 from fdora.functional.mlp import check_mlp, dora_mlp
 from fdora.quant import QuantWeight
 
@@ -82,16 +82,12 @@ def _linears(
         operands[4::6] = [None] * count
     each = zip(*(operands[i::6] for i in range(6)), s, strict=True)
     given = [DoraLayer(W, A, B, m, k, bias, c) for W, A, B, m, c, bias, k in each]
-    check_mlp(fn, x, dict(zip(("gate", "up", "down"), given, strict=True)), act) if act else check_group(fn, x, given)
+    layers = dict(zip([f"{fn}: {part}" for part in ("gate", "up", "down")], given, strict=True)) if act else labelled(fn, given)
+    check_mlp(fn, x, layers, act) if act else check_group(fn, x, given)
     x = cast_x(fn, x, given[0].W)
-    layers, options, seeds = [], [], seeds_for(fn, None, [None] * count, p, x)
-    for i, (W, A, B, m, k, bias, c) in enumerate(given):
-        assert A is not None and B is not None and k is not None
-        c = None if seen else norm_for(x, W, A, B, k, c, backend)
-        layers.append(Operands(W, A, B, m, c, bias, seeds[i]))
-        options.append(Options(k, save_for_dm(m, c, keep_inner and (not act or i == 2))))
-    drop, asks = Dropout(p, mode if p else "lora"), {"seen": seen, "keep": torch.is_grad_enabled()}
-    return list(node.layers(x, layers, node.Call(tuple(options), drop, backend, act or None, **asks)))  # type: ignore[arg-type]
+    asks: dict[str, Any] = {"act": act or None, "seen": seen, "keep": torch.is_grad_enabled()}
+    seeds = seeds_for(fn, None, [None] * count, p, x)
+    return list(run(x, layers, seeds, keep_inner, dropout_of(p, mode), backend, **asks))
 
 
 _library = library_of("linears")

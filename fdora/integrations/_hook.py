@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -71,11 +71,11 @@ def hook(
     model: nn.Module,
     roots: Sequence[nn.Module],
     kepts: Sequence[Any],
-    find: Callable[..., Found],
+    find: Callable[[Iterable[nn.Module]], Found],
     find_shards: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists, all or of
-    those that it is given, some of ``kepts``; and on their shards of those that ``find_shards`` does."""
+    """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists among
+    modules, some of ``kepts``; and on their shards of those that ``find_shards`` does."""
     norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))
     norms.on_shards = None if find_shards is None else ShardNorms(find_shards)
     norms.kepts = list(map(weakref.ref, kepts))

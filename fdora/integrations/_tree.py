@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -84,9 +84,9 @@ def collect(name: str) -> bool:
 
 
 class ModelNorms:
-    """The table of one model, and whose turn it is. ``find`` lists the layers that can be served now."""
+    """The table of one model, and whose turn it is. ``find`` lists those of some modules that can be served now."""
 
-    def __init__(self, model: Callable[[], Any], find: Callable[..., Found]):
+    def __init__(self, model: Callable[[], Any], find: Callable[[Iterable[Any]], Found]):
         self.model, self.find = model, find
         self.lock = threading.RLock()
         self.local = Local()
@@ -146,7 +146,8 @@ class ModelNorms:
             return None if table is None or alive is None else table.run(*alive, task)
 
     def collect(self) -> Table | None:
-        found = self.find()
+        model = self.model()
+        found = [] if model is None else self.find(model.modules())
         for ref in self.placed:
             left = ref()
             if left is not None:

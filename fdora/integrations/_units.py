@@ -11,7 +11,7 @@ task of backward, that computed it, for the very tensors it was computed from, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ def facts(W: Tensor, A: Tensor, B: Tensor, s: float) -> tuple:
     return W.data_ptr(), A.data_ptr(), B.data_ptr(), W._version, A._version, B._version, s
 
 
-def units_of(groups: Sequence[Sequence[Any]], kepts: Sequence[Any], find: Callable[[Sequence[Any]], Found]) -> dict[int, Unit]:
+def units_of(groups: Sequence[Sequence[Any]], kepts: Sequence[Any], find: Callable[[Iterable[Any]], Found]) -> dict[int, Unit]:
     """By the id of a KeptNorm, for groups of the modules that FSDP2 gathers together."""
     by_base: dict[int, list[Any]] = {}
     for kept in kepts:
@@ -112,5 +112,5 @@ def units_of(groups: Sequence[Sequence[Any]], kepts: Sequence[Any], find: Callab
     return units
 
 
-def layers_of(layers: Sequence[Any], find: Callable[[Sequence[Any]], Found]) -> Found:
+def layers_of(layers: Sequence[Any], find: Callable[[Iterable[Any]], Found]) -> Found:
     return find([layer() for layer in layers if layer is not None])

@@ -15,7 +15,7 @@ its kernels: a mask for each layer, none left out. What Axolotl patched in class
 
 from __future__ import annotations
 
-from fdora.integrations._framework import need, put_back, set_aside
+from fdora.integrations._framework import need, set_aside
 
 need("axolotl", "axolotl", "0.18.0")
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fdora.integrations import peft
 from fdora.integrations._peft.layer import Dora
-from fdora.integrations.peft import report
+from fdora.integrations.peft import report, restore
 
 __all__ = ["FdoraArgs", "FdoraPlugin", "report", "restore", "use_fdora"]
 
@@ -76,12 +76,6 @@ def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -
             if _is_kernel(method) and any(map(_adapted, (method.__self__, *method.__self__.children()))):
                 set_aside(module, name, None if instead is None else types.MethodType(instead, module))
     return model
-
-
-def restore(model: Model) -> Model:
-    """Undo :func:`use_fdora`: PEFT's own code again, or Axolotl's kernels where they were. Idempotent."""
-    put_back(model)
-    return peft.restore(model)
 
 
 def _is_kernel(method: Any) -> bool:

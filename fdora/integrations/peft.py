@@ -262,7 +262,6 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
     if isinstance(model, PeftModel):
         inner = model.get_base_model()
         roots = [inner] if type(model).forward is PeftModel.forward else [model, inner]
-    ref = weakref.ref(model)
     layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
     kepts = []
     for layer in layers:
@@ -271,14 +270,9 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
                 variant.kept.base, variant.kept.layer = weakref.ref(layer._modules["base_layer"]), weakref.ref(layer)
                 kepts.append(variant.kept)
     if kepts:
-
-        def find(some: Any = None) -> Any:
-            whole = ref()
-            return norms_of(() if whole is None else whole.modules() if some is None else some)
-
         linears = [weakref.ref(layer) for layer in layers]
         shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None
-        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, find, shards)
+        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, norms_of, shards)
 
 
 def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:

@@ -13,7 +13,7 @@ is one of them), and then :func:`use_fdora`. To merge or serve a checkpoint, or 
 
 from __future__ import annotations
 
-from fdora.integrations._framework import need, put_back, set_aside
+from fdora.integrations._framework import need, set_aside
 
 need("swift", "ms-swift", "4.6.0")
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from fdora import FdoraError
 from fdora.integrations import peft
-from fdora.integrations.peft import report
+from fdora.integrations.peft import report, restore
 
 if __name__.startswith("_swift_external"):  # SWIFT then puts this folder, which has a file called peft.py, first on the path
     raise FdoraError(
@@ -105,9 +105,3 @@ def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -
                     if "forward_origin" in part.__dict__ and "forward" in part.__dict__:
                         set_aside(part, "forward")
     return model
-
-
-def restore(model: Model) -> Model:
-    """Undo :func:`use_fdora`: PEFT's own code again, as SWIFT left it. Idempotent."""
-    put_back(model)
-    return peft.restore(model)

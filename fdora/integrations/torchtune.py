@@ -57,13 +57,7 @@ def use_fdora(model: Model) -> Model:
         kepts[-1].make_room(layer.weight)
         kepts[-1].base = kepts[-1].layer = weakref.ref(layer)
     if not isinstance(model, DoRALinear):
-        ref = weakref.ref(model)
-
-        def find(some: Any = None) -> Any:
-            whole = ref()
-            return _norms_of(() if whole is None else whole.modules() if some is None else some)
-
-        hook(model, [model], kepts, find)
+        hook(model, [model], kepts, _norms_of)
     return model
 
 

@@ -10,13 +10,12 @@ from fdora.quant.codes8 import Codes8, from_fp8, from_int8
 from fdora.quant.cut import cut
 from fdora.quant.gptq import Gptq, from_awq, from_gptq
 from fdora.quant.hqq import Hqq, from_hqq
-from fdora.quant.kinds import Kind, register_kind
 from fdora.quant.lut4 import TABLES, Lut4
 from fdora.quant.mx import from_mxfp4, from_nvfp4
 from fdora.quant.opaque import Opaque, opaque
 from fdora.quant.quantize import quantize
 from fdora.quant.torchao import Affine, TorchaoNf4, from_torchao
-from fdora.quant.weight import QuantSpec, QuantWeight
+from fdora.quant.weight import Kind, QuantSpec, QuantWeight, register_kind
 
 SAFE = [QuantWeight, Lut4, Codes8, Hqq, Gptq, TorchaoNf4, Affine]
 """Classes that a saved weight names, for ``torch.serialization.safe_globals``. Not Opaque: it holds a function."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import check_dtype, check_whole, fail
-from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, register_kind, stored
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 E4M3 = "float8_e4m3fn"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, fail
-from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, register_kind, stored
 
 # Where in a word, counted from the low end, out_feature 8 j + i stands: i // 2 + 4 (i % 2).
 AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, fail
-from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, made, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, made, matrix, read_as, register_kind, stored
 
 BITS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}  # what a byte holds, by the library's word for it
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)

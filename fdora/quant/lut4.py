@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, read_as
+from fdora.quant.weight import QuantWeight, read_as, register_kind
 
 # bitsandbytes: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023, arXiv:2305.14314, appendix E).
 # fmt: off

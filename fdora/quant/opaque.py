@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import fail
-from fdora.quant.kinds import register_kind
-from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as
+from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, register_kind
 
 
 class Opaque(NamedTuple):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fdora.quant.kinds import kind_of, register_kind
-from fdora.quant.weight import QuantSpec, QuantWeight, read_as
+from fdora.quant.weight import QuantSpec, QuantWeight, kind_of, read_as, register_kind
 
 KIND = "rows"
 

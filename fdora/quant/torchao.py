@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fdora._check import FLOATS, fail
 from fdora.quant.codes8 import from_fp8, from_int8, spread
-from fdora.quant.kinds import register_kind
 from fdora.quant.lut4 import flat_rows, groups_of
 from fdora.quant.mx import from_mxfp4, from_nvfp4
-from fdora.quant.weight import QuantWeight, made, matrix, read_as, stored
+from fdora.quant.weight import QuantWeight, made, matrix, read_as, register_kind, stored
 
 
 class TorchaoNf4(NamedTuple):

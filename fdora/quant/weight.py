@@ -1,10 +1,10 @@
-"""A quantised weight as a value: a few tensors, and static facts that say how they are decoded."""
+"""A quantised weight as a value: a few tensors, and static facts that say how they are decoded; and the kinds there are."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -13,11 +13,58 @@ from torch import Tensor
 from fdora._check import FLOATS, Weight, check_dtype, check_whole, fail
 from fdora._recording import active
 from fdora._torch import register_pytree
-from fdora.quant.kinds import kind_of
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 Facts = TypeVar("Facts")
 CHUNK = 1 << 24  # numbers: of a large weight so many at a time are float32 before they are rounded
+
+
+Decode = Callable[["QuantWeight", int, int], Tensor]
+
+
+class Kind(NamedTuple):
+    """A registered format: its name, its decoder, and the names of its tensors."""
+
+    name: str
+    dequantize: Decode
+    tensors: tuple[str, ...]
+    by_rows: bool
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def register_kind(name: str, *, dequantize: Decode, tensors: tuple[str, ...] = (), by_rows: bool = True) -> Kind:
+    """Teach fdora a format: ``W[i:j] = dequantize(weight, i, j)``.
+
+    Args:
+      name: of the kind, as in ``QuantWeight.kind``; a name that is taken is an error, unless all of it is the same.
+      dequantize: gives rows i to j (at least one) of ``weight``, (j - i, K), in the dtype in which the format is
+        decoded (float32 for most), as a new tensor, in plain torch with no dependence on values, for compilers.
+      tensors: names of ``weight.tensors``, in order; those at the end may be missing in a weight.
+      by_rows: whether some rows cost less than all of them.
+
+    Returns:
+      The ``Kind``.
+
+    Raises:
+      FdoraError: another kind has that name.
+
+    Memory: keeps ``dequantize`` for good.
+    References: none.
+    """
+    kind = Kind(name, dequantize, tuple(tensors), by_rows)
+    if KINDS.setdefault(name, kind) != kind:
+        raise fail("quant.register_kind", "name", "new", repr(name), "Choose another name.")
+    return kind
+
+
+def kind_of(name: str) -> Kind:
+    found = KINDS.get(name)
+    if found is None:
+        known = ", ".join(sorted(KINDS))
+        raise fail("quant.QuantWeight", "kind", f"one of {known}", repr(name), "Teach it with fdora.quant.register_kind.")
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from fdora.quant import Codes8, Lut4, QuantSpec, QuantWeight
 from fdora.quant.bnb import UNIT
 from fdora.quant.codes8 import decode as decode8
-from fdora.quant.kinds import kind_of
 from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
+from fdora.quant.weight import kind_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
@@ -119,6 +119,11 @@ def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | Non
     return tuple(found)
 
 
+def facts_of(spec: QuantSpec) -> tuple[list[str], list[int]] | None:
+    """The facts of this one; None where no kernel reads its format."""
+    return written([coded_of(spec)]) if is_decoded(spec) else None
+
+
 # in a plan
 
 
@@ -192,14 +197,21 @@ def has_ptx(capability: int) -> bool:
 def decoding(W: Packed, capability: int, by: int = PERMUTES) -> dict[str, Any]:
     """What kernels that read W are launched with: its tensors, and how they lie. ``by``: what looks 4-bit codes up."""
     form, ptx = W.form, has_ptx(capability)
+    strides: tuple[int | None, ...] = (None, None)
     if isinstance(form, Lut4):
-        names = "codes scales code256 scales2 offset TABLE HIGH_FIRST GROUP_SIZE SCALES FLAT PAIRS"
-        lies = (form.layout == "flat", in_pairs(form, W.shape[1]))
-        values = (W.codes, *W.rest, form.table, form.hi_first, form.group, form.scales, *lies)
-        return named(names, values) | {"groups": groups_of(W), "PTX": by if ptx else 0}
-    by_bits = form.code == "e4m3" and capability < 89  # Triton has no float8 below sm_89
-    values = (W.codes, *W.rest, *W.codes.stride, code_of(form), by_bits, form.scale, *block_of(form), ptx)
-    return named("codes scales stride_cn stride_ck CODE BY_BITS MODE BN BK PTX", values) | {"groups": groups_of(W)}
+        tensors = (W.codes, *W.rest)
+        lies = (form.layout == "flat", in_pairs(form, W.shape[1]), False, 1, 1, by if ptx else 0)
+        facts = (4, form.table, form.hi_first, form.group, form.scales, *lies)
+    else:
+        tensors, strides = (W.codes, *W.rest, None, None, None), W.codes.stride
+        by_bits = form.code == "e4m3" and capability < 89  # Triton has no float8 below sm_89
+        facts = (8, code_of(form), False, 1, form.scale, False, True, by_bits, *block_of(form), ptx)
+    return {
+        **named("codes scales code256 scales2 offset", tensors),
+        **named("stride_cn stride_ck", strides),
+        **named("BITS CODE HIGH_FIRST GROUP_SIZE SCALES FLAT PAIRS BY_BITS BN BK PTX", facts),
+        "groups": groups_of(W),
+    }
 
 
 def groups_of(W: Packed) -> int:

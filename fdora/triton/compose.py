@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from fdora.triton.kernels.compose import compose_bwd_kernel, compose_fwd_kernel, planes_bwd_kernel, planes_fwd_kernel
-from fdora.triton.op import planned
+from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv, grid_of
-from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.device import cdiv, grid_of
+from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.sums import column_sums
 
-BLOCK_M, BLOCK_N = 4, 512
-BWD_M, BWD_N, ROWS = 32, 128, 128
+TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
+BWD = {"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}
 POINTS, STRIP = 512, 4096  # of a plane: in a block, and in what one program of backward sums
 
 
@@ -34,62 +34,49 @@ def compose_bwd(
     return tuple(next(grads) if need else None for need in needs)
 
 
-def plan_compose(likes: Sequence[Any], device: Device, delta: bool) -> Plan:
-    plan, shape = Builder("dora_delta" if delta else "dora_compose", device), likes[0].shape
-    given = _read(plan, likes, "base lora") | {"g": plan.vector(likes[2]), "bias": plan.vector(likes[3])}
-    given |= {"y": plan.result("y", shape, likes[0].dtype), "s": plan.scalar("s"), "DELTA": delta}
-    plan.path = "one pass over base and lora"
+@maker("dora_compose", "planes planes vector vector s")
+def plan_compose(plan: Builder, base: Array, lora: Array, g: Array, bias: Array | None, s: Scalar, delta: bool) -> None:
+    shape = plan.inputs[0].shape
+    y = plan.result("y", shape, base.dtype)
+    given = {"base": base, "lora": lora, "g": g, "bias": bias, "y": y, "s": s, "DELTA": delta}
+    plan.name, plan.path = "dora_delta" if delta else plan.name, "one pass over base and lora"
     if len(shape) == 3:
         plan.path += ", a row for each channel"
         sizes, rows, points = _planes(shape)
         grid, flat = grid_of(cdiv(sizes["rows"], rows), cdiv(shape[2], points))
         plan.launch(planes_fwd_kernel, grid, {**given, **sizes, "FLAT": flat})
-        return plan.plan()
-    M, N = shape
-    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-    plan.launch(compose_fwd_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), {**given, "M": M, "N": N, **tile})
-    return plan.plan()
+    else:
+        plan.launch(compose_fwd_kernel, "M N", given | named("M N", shape), TILE)
 
 
-def plan_compose_backward(likes: Sequence[Any], device: Device, delta: bool, needs: tuple[bool, ...]) -> Plan:
-    plan, (dy, base, lora, g), f32 = (
-        Builder("dora_delta backward" if delta else "dora_compose backward", device),
-        likes,
-        torch.float32,
-    )
-    given = _read(plan, likes, "dy base lora") | {"g": plan.vector(g), "s": plan.scalar("s"), "DELTA": delta}
-    forms = _gradients(dy, base, lora, g, 0.0, delta, needs)
-    names = ("dbase", "dlora", "dg", "dbias")
-    out = [None if form is None else plan.result(name, *form) for name, form in zip(names, forms, strict=True)]
+@maker("dora_compose backward", "planes planes planes vector s")
+def plan_compose_backward(
+    plan: Builder, dy: Array, base: Array, lora: Array, g: Array, s: Scalar, delta: bool, needs: tuple[bool, ...]
+) -> None:
+    shape = plan.inputs[1].shape
+    out = plan.wanted(("dbase", "dlora", "dg", "dbias"), _gradients(dy, plan.inputs[1], lora, g, 0.0, delta, needs))
+    plan.name = "dora_delta backward" if delta else plan.name
     plan.path = "one pass over what the wanted gradients need"
-    if len(base.shape) == 3:
+    if len(shape) == 3:
         plan.path += ", a row for each channel; sums over points, then over rows"
-        (L, N, P), (sizes, rows, points) = base.shape, _planes(base.shape)
+        (L, N, P), (sizes, rows, points) = shape, _planes(shape)
         strip = points if points >= P else STRIP
         strips, grid = L * cdiv(P, strip), (cdiv(L * N, rows), cdiv(P, strip))
         kernel, sizes = planes_bwd_kernel, {**sizes, "STRIP": strip}
     else:
         plan.path += "; sums over tokens in two stages"
-        M, N = base.shape
-        strips = cdiv(M, ROWS)
-        kernel, grid = compose_bwd_kernel, (cdiv(N, BWD_N), strips)
-        sizes = {"M": M, "N": N, "BLOCK_M": BWD_M, "BLOCK_N": BWD_N, "ROWS": ROWS}
-    partials = [None if total is None else plan.temp((strips, N), f32) for total in out[2:]]
+        M, N = shape
+        strips = cdiv(M, BWD["ROWS"])
+        kernel, grid = compose_bwd_kernel, (cdiv(N, BWD["BLOCK_N"]), strips)
+        sizes = {"M": M, "N": N, **BWD}
+    partials = [total and plan.temp((strips, N)) for total in out[2:]]
     blocks, flat = grid_of(*grid)
-    given |= named("dbase dlora", out[:2]) | named("partial_g partial_bias", partials)
-    plan.launch(kernel, blocks, {**given, **sizes, "FLAT": flat})
+    given = {"dy": dy, "base": base, "lora": lora, "g": g, "s": s, "DELTA": delta, "FLAT": flat}
+    given |= named("dbase dlora partial_g partial_bias", (*out[:2], *partials))
+    plan.launch(kernel, blocks, given | sizes)
     for partial, total in zip(partials, out[2:], strict=True):
         if partial is not None and total is not None:
             column_sums(plan, partial, total)
-    return plan.plan()
-
-
-def _read(plan: Builder, likes: Sequence[Any], names: str) -> dict[str, Any]:
-    """The first arguments: (M, N), or planes without gaps."""
-    return {
-        name: (plan.flat if len(like.shape) == 3 else plan.tokens)(like)
-        for name, like in zip(names.split(), likes, strict=False)
-    }
 
 
 def _planes(shape: tuple[int, ...]) -> tuple[dict[str, int], int, int]:

@@ -49,7 +49,7 @@ def gradient(plan: Builder, out: Array, a: Array, b: Array) -> None:
     if out.dtype in (a.dtype, torch.float32):
         plan.product(out, a, b)
         return
-    wide = plan.temp(out.shape, torch.float32)
+    wide = plan.temp(out.shape)
     plan.product(wide, a, b)
     _copy(plan, [wide], out)
 
@@ -61,26 +61,13 @@ def copied(plan: Builder, t: Array, out: Array) -> None:
 
 def _copy(plan: Builder, parts: Sequence[Array], out: Array) -> None:
     """Below each other, into the rows of ``out``."""
-    columns = out.shape[1]
     for at, some in _batches(parts):
-        part = out.rows(at, at + sum(t.shape[0] for t in some))
-        padded = [*some, *[None] * (MAX_AT_ONCE - len(some))]
-        blocks = sum(cdiv(t.shape[0], BLOCK_M) for t in some)
-        strides = [d for t in padded for d in ((0, 0) if t is None else t.stride)]
-        plan.launch(
-            copy_kernel,
-            (cdiv(columns, BLOCK_N), blocks),
-            {
-                **named("src0 src1 src2 src3", padded),
-                "out": part,
-                **named("rows0 rows1 rows2 rows3", (0 if t is None else t.shape[0] for t in padded)),
-                "columns": columns,
-                **named("stride_m0 stride_n0 stride_m1 stride_n1 stride_m2 stride_n2 stride_m3 stride_n3", strides),
-                "COUNT": len(some),
-                "BLOCK_M": BLOCK_M,
-                "BLOCK_N": BLOCK_N,
-            },
-        )
+        given = {"out": out.rows(at, at + sum(t.shape[0] for t in some)), "columns": out.shape[1], "COUNT": len(some)}
+        for i, t in enumerate([*some, *[None] * (MAX_AT_ONCE - len(some))]):
+            sizes = (0, 0, 0) if t is None else (t.shape[0], *t.stride)
+            given |= named(f"src{i} rows{i} stride_m{i} stride_n{i}", (t, *sizes))
+        grid = (cdiv(out.shape[1], BLOCK_N), sum(cdiv(t.shape[0], BLOCK_M) for t in some))
+        plan.launch(copy_kernel, grid, given | {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N})
 
 
 def _batches(parts: Sequence[Array]) -> list[tuple[int, list[Array]]]:
@@ -100,20 +87,6 @@ def _batches(parts: Sequence[Array]) -> list[tuple[int, list[Array]]]:
 
 def by_g(plan: Builder, t: Array, m: Array, c: Array, out: Array) -> None:
     """g t into ``out``, rounded once: rows of adjacent columns, any dtype. ``out`` may be t."""
-    (N, K), block_k = t.shape, min(256, max(16, 1 << (t.shape[1] - 1).bit_length()))
-    block_n = 4096 // block_k
-    plan.launch(
-        by_g_kernel,
-        (cdiv(N, block_n), cdiv(K, block_k)),
-        {
-            "t": t,
-            "out": out,
-            "m": m,
-            "c": c,
-            "N": N,
-            "K": K,
-            **named("stride_n stride_k", t.stride),
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-        },
-    )
+    block_k = min(256, max(16, 1 << (t.shape[1] - 1).bit_length()))
+    given = {"t": t, "out": out, "m": m, "c": c, **named("N K stride_n stride_k", (*t.shape, *t.stride))}
+    plan.launch(by_g_kernel, "N K", given | {"BLOCK_N": 4096 // block_k, "BLOCK_K": block_k})

@@ -16,28 +16,16 @@ import torch
 from torch import Tensor
 
 from fdora.quant import Lut4, QuantSpec
-from fdora.triton.codes import (
-    Coded,
-    Packed,
-    coded_of,
-    decoding,
-    in_pairs,
-    is_decoded,
-    of_weight,
-    packed,
-    tensors_of,
-    written,
-)
+from fdora.triton.codes import Coded, Packed, decoding, facts_of, in_pairs, of_weight, packed, tensors_of
 from fdora.triton.copy import in_dtype
-from fdora.triton.kernels.dequantize import dequantize4_kernel, dequantize8_kernel, lost4_kernel, lost8_kernel
-from fdora.triton.norm import norm as norm_of_dense
-from fdora.triton.op import planned
-from fdora.triton.quant import norm
+from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
+from fdora.triton.norm import norm
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.scale import tiny_of
-from fdora.triton.tiles.quant import dequantize_config
+from fdora.triton.tiles.quant import DequantizeConfig, dequantize_config
 
 TOGETHER = 64  # ranks up to this have their norm out of the pass that decodes
 
@@ -59,27 +47,22 @@ def weight_of(plan: Builder, la: Any, s: Scalar, dtype: torch.dtype, c: Array | 
     if c is None:
         return weight_in(plan, la.W, dtype)
     if not isinstance(la.W, Packed):
-        norm_of_dense(plan, la.W, la.A, la.B, s, c, None, False)
+        norm(plan, la.W, la.A, la.B, s, c)
         return weight_in(plan, la.W, dtype)
     return dequantized_with_norm(plan, la.W, la.A, la.B, s, c, dtype)
 
 
 def dense_of(spec: QuantSpec, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
     """``QuantWeight.dequantize(dtype)``; None where no kernel reads the format."""
-    if not is_decoded(spec):
+    if (facts := facts_of(spec)) is None:
         return None
-    text, numbers = written([coded_of(spec)])
-    stored = tensors_of(tensors)
-    out: Tensor = _dequantize(stored, text, numbers, dtype)
+    out: Tensor = _dequantize(tensors_of(tensors), *facts, dtype)
     return out
 
 
-def plan_dequantize(likes: Sequence[Like | None], device: Device, coded: Coded, dtype: torch.dtype) -> Plan:
-    plan = Builder("a dense W of codes", device)
-    W = packed(plan, likes, coded)
-    decode(plan, W, plan.result("W", W.shape, dtype))
-    plan.path = "one pass over the codes"
-    return plan.plan()
+@maker("a dense W of codes", "rest", "one pass over the codes")
+def plan_dequantize(plan: Builder, likes: Likes, coded: Coded, dtype: torch.dtype) -> None:
+    decode(plan, packed(plan, likes, coded), plan.result("W", coded.shape, dtype))
 
 
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
@@ -90,31 +73,27 @@ def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
 
 def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int = 0) -> None:
     """Columns of W from ``first`` on, as many as ``out`` has. ``g``: each row times its g in float32, then rounded."""
-    (N, K), capability, last = W.shape, plan.device.capability, first + out.shape[1]
-    config = dequantize_config(in_pairs(W.form, K), out.itemsize, isinstance(W.form, Lut4))
-    given = {
-        **decoding(W, capability),
-        **named("m c", g or (None, None)),
-        **{"out": out, "N": N, "K": K, "first": first, "last": last, "pitch": out.stride[0]},
-        "EVEN": N % config.BLOCK_N == 0 and (last - first) % config.BLOCK_K == 0,
-    }
-    kernel = dequantize4_kernel if isinstance(W.form, Lut4) else dequantize8_kernel
-    plan.launch(kernel, (cdiv(N, config.BLOCK_N) * cdiv(last - first, config.BLOCK_K),), given, config)
+    (N, columns), last = out.shape, first + out.shape[1]
+    given, config = _tile_of(plan, W, columns, out.itemsize)
+    given |= {"out": out, "first": first, "last": last, "pitch": out.stride[0], **named("m c", g or (None, None))}
+    plan.launch(dequantize_kernel, (cdiv(N, config.BLOCK_N) * cdiv(columns, config.BLOCK_K),), given, config)
+
+
+def _tile_of(plan: Builder, W: Packed, columns: int, itemsize: int) -> tuple[dict[str, Any], DequantizeConfig]:
+    """What kernels that decode so many columns are given, to numbers of so many bytes."""
+    N, K = W.shape
+    config = dequantize_config(in_pairs(W.form, K), itemsize, isinstance(W.form, Lut4))
+    even = N % config.BLOCK_N == 0 and columns % config.BLOCK_K == 0
+    return decoding(W, plan.device.capability) | {"N": N, "K": K, "EVEN": even}, config
 
 
 def redo_lost(
     plan: Builder, W: Packed, dy: Array, x: Array, h: Array, B: Array, g: G, dm: Array | None, dc: Array | None
 ) -> None:
     """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
-    (N, K), (M, r), capability = W.shape, h.shape, plan.device.capability
-    config = dequantize_config(in_pairs(W.form, K), x.itemsize, isinstance(W.form, Lut4))
-    given = {
-        **decoding(W, capability),
-        **{"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype)},
-        "EVEN": N % config.BLOCK_N == 0 and K % config.BLOCK_K == 0,
-    }
-    kernel = lost4_kernel if isinstance(W.form, Lut4) else lost8_kernel
-    plan.launch(kernel, (cdiv(N, config.BLOCK_N),), given, g, config)
+    given, config = _tile_of(plan, W, W.shape[1], x.itemsize)
+    given |= {"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "tiny": tiny_of(dy.dtype), **named("M R", h.shape)}
+    plan.launch(lost_kernel, "N", given, g, config)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:
@@ -127,7 +106,7 @@ def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scala
         norm(plan, W, A, B, s, c)
         return dequantized(plan, W, dtype)
     out = room(plan, W.shape, dtype)
-    norm(plan, W, A, B, s, c, out)
+    norm(plan, W, A, B, s, c, dense=out)
     return out
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from fdora.triton.kernels.dropout import drop_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.plan import Array
 
-BLOCK_M, BLOCK_K = 16, 256
+TILE = {"BLOCK_M": 16, "BLOCK_K": 256}
 
 
 def threshold(p: float) -> int:
@@ -28,23 +27,8 @@ def drop(plan: Builder, x: Array, seed: Array | None, p: float, accumulate_into:
     if seed is None:
         assert accumulate_into is None
         return x
-    M, K = x.shape
-    out = plan.temp((M, K), x.dtype) if accumulate_into is None else accumulate_into
-    plan.launch(
-        drop_kernel,
-        (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)),
-        {
-            "x": x,
-            "out": out,
-            "seed": seed,
-            "threshold": threshold(p),
-            "scale": 1 / (1 - p),
-            "M": M,
-            "K": K,
-            "ACCUMULATE": accumulate_into is not None,
-            "ORIGIN": has_origin(seed),
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_K": BLOCK_K,
-        },
-    )
+    accumulate = accumulate_into is not None
+    out = accumulate_into or plan.temp(x.shape, x.dtype)
+    given = {"x": x, "out": out, "seed": seed, "threshold": threshold(p), "scale": 1 / (1 - p), "ACCUMULATE": accumulate}
+    plan.launch(drop_kernel, "M K", given | {"ORIGIN": has_origin(seed), **named("M K", x.shape)}, TILE)
     return out

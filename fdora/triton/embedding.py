@@ -16,10 +16,8 @@ whole rows and walks them twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fdora._records import Lookup
@@ -29,10 +27,10 @@ from fdora.triton.kernels.embedding import (
     embedding_tile_kernel,
     embedding_walk_kernel,
 )
-from fdora.triton.op import planned
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
@@ -43,12 +41,17 @@ READY_T = 32  # tokens, or columns, of a program of the first
 
 
 class Config(NamedTuple):
+    """Tokens, columns and ranks of a program's step, of a ``SPAN`` of columns or with ``STAGES`` blocks of tokens under way, in
+    ``per_sm`` programs of a multiprocessor."""
+
     BLOCK_T: int
     BLOCK_D: int
     BLOCK_R: int
-    SPAN: int
     num_warps: int
-    num_stages: int
+    num_stages: int = 3
+    SPAN: int = 0
+    STAGES: int = 0
+    per_sm: int = 0
 
 
 def config_of(T: int, D: int, R: int, half: bool, num_sms: int) -> Config:
@@ -64,37 +67,23 @@ def config_of(T: int, D: int, R: int, half: bool, num_sms: int) -> Config:
     span = block_d
     while 2 * span <= 1024 and cdiv(T, block_t) * cdiv(D, 2 * span) >= 6 * num_sms:
         span *= 2
-    return Config(block_t, block_d, block_r, span, 4, 3)
+    return Config(block_t, block_d, block_r, 4, SPAN=span)
 
 
-class TileConfig(NamedTuple):
-    BLOCK_T: int
-    BLOCK_D: int
-    num_warps: int
-
-
-def tile_config(half: bool) -> TileConfig:
+def tile_config(R: int, half: bool) -> Config:
     """Of the second of two launches. 8192 tokens, d 4096, r 16, H200 (1fd0804), us of both: 32 x 128 51, 16 x 256 52,
     64 x 128 56."""
-    return TileConfig(32, 128, 4) if half else TileConfig(32, 64, 4)
+    return Config(32, 128 if half else 64, min(64, power_of_two(R)), 4, 2)
 
 
-class WalkConfig(NamedTuple):
-    BLOCK_T: int
-    BLOCK_D: int
-    num_warps: int
-    STAGES: int
-    per_sm: int
-
-
-def walk_config(T: int) -> WalkConfig:
+def walk_config(T: int, R: int) -> Config:
     """Of the one launch. d 4096, r 16, H200 (1fd0804), us: 8192 tokens 41.8, four programs a multiprocessor 46 to 47,
     256 columns 49 to 54, the gather alone 38.3. Fewer, in one run: 2047 tokens 11.7 (7.4), by 8 warps 15, by 512
     columns 13.1; 1024 6.5 (4.0), by 512 columns 7.3; 512 4.22 (2.74), by 512 columns 4.29; 128 2.59 (1.83), not all asked for
     at once 2.71."""
     if T >= MANY:
-        return WalkConfig(16, 512, 8, 5, 2)
-    return WalkConfig(16, 256, 4 if T > SOME else 8, 0 if T <= FEW else 1, 4)
+        return Config(16, 512, power_of_two(R), 8, STAGES=5, per_sm=2)
+    return Config(16, 256, power_of_two(R), 4 if T > SOME else 8, STAGES=0 if T <= FEW else 1, per_sm=4)
 
 
 def is_many(T: int, per_row: bool) -> bool:
@@ -124,71 +113,56 @@ class Call(NamedTuple):
     R: int
 
 
-def call_of(plan: Builder, ids: Array, likes: Sequence[Like | None]) -> Call:
+def call_of(plan: Builder, ids: Array, likes: Likes) -> Call:
     """``likes``: W, A, B, m and c. T tokens, V rows of the table, each of D numbers."""
     (W, A, B), (m, c) = map(plan.matrix, likes[:3]), map(plan.vector, likes[3:5])
     return Call._make((ids, W, A, B, m, c, plan.scalar("s"), *ids.shape, *W.shape, A.shape[0]))
 
 
-def plan_embedding(likes: Sequence[Any], device: Device, per_row: bool) -> Plan:
-    plan = Builder("dora_embedding", device)
-    call = call_of(plan, plan.flat(likes[0]), likes[1:])
+@maker("dora_embedding", "flat rest")
+def plan_embedding(plan: Builder, ids: Array, likes: Likes, per_row: bool) -> None:
+    call = call_of(plan, ids, likes)
     T, D, R, half = call.T, call.D, call.R, call.W.itemsize == 2
-    y = plan.result("y", (*likes[0].shape, D), call.W.dtype)
-    walks = half and R <= WALKS and not per_row
-    if walks or is_many(T, per_row):
-        (in_one if walks else in_two)(plan, call, y)
-        return plan.plan()
-    own_norm = per_row and call.c is None
-    config = config_of(T, D, R, half, device.num_sms)
-    span = max(D, 1) if own_norm else config.SPAN
-    plan.path = "gather, low-rank product and g in one pass" + (", after one for the norms of the rows" if own_norm else "")
-    plan.launch(
-        embedding_kernel,
-        (cdiv(T, config.BLOCK_T), cdiv(D, span)),
-        {
-            "y": y,
-            "PER_ROW": per_row,
-            "OWN_NORM": own_norm,
-            "SINGLE": config.BLOCK_R >= R,
-            "KEPT": own_norm or span > config.BLOCK_D,
-            "SPAN": span,
-        },
-        call,
-        config,
-    )
-    return plan.plan()
+    y = plan.result("y", (*plan.inputs[0].shape, D), call.W.dtype)
+    if half and R <= WALKS and not per_row:
+        in_one(plan, call, y)
+    elif is_many(T, per_row):
+        in_two(plan, call, y)
+    else:
+        own_norm = per_row and call.c is None
+        config = config_of(T, D, R, half, plan.device.num_sms)
+        span = max(D, 1) if own_norm else config.SPAN
+        plan.path = "gather, low-rank product and g in one pass" + (", after one for the norms of the rows" if own_norm else "")
+        given = {"y": y, "PER_ROW": per_row, "OWN_NORM": own_norm, "SPAN": span}
+        given |= {"SINGLE": config.BLOCK_R >= R, "KEPT": own_norm or span > config.BLOCK_D}
+        plan.launch(embedding_kernel, (cdiv(T, config.BLOCK_T), cdiv(D, span)), given, call, config)
 
 
 def in_one(plan: Builder, call: Call, y: Array) -> None:
     plan.path = "gather, low-rank product and g in one pass, of programs that keep B and g"
-    config, block_r = walk_config(call.T), power_of_two(call.R)
+    config = walk_config(call.T, call.R)
     strips, blocks, stages = cdiv(call.D, config.BLOCK_D), cdiv(call.T, config.BLOCK_T), config.STAGES
     parts = min(blocks, max(1, config.per_sm * plan.device.num_sms // strips))
     if stages == 0 and parts < blocks:
         stages = 1
-    even = call.D % config.BLOCK_D == 0 and block_r == call.R
-    given = {"y": y, "STAGES": stages, "EVEN": even, "BLOCK_R": block_r}
-    plan.launch(embedding_walk_kernel, (strips, parts), given, call, config)
+    even = call.D % config.BLOCK_D == 0 and config.BLOCK_R == call.R
+    plan.launch(embedding_walk_kernel, (strips, parts), {"y": y, "STAGES": stages, "EVEN": even}, call, config)
 
 
 def in_two(plan: Builder, call: Call, y: Array) -> None:
     plan.path = "columns of A, s B and g made ready; then gather, low-rank product and g in one pass"
-    h, b, g = ready(plan, call, False)
-    config = tile_config(call.W.itemsize == 2)
-    grid = (cdiv(call.D, config.BLOCK_D) * cdiv(call.T, config.BLOCK_T),)
-    given = {"h": h, "b": b, "g": g, "y": y, "BLOCK_R": min(64, power_of_two(call.R))}
-    plan.launch(embedding_tile_kernel, grid, given, call, config, num_stages=2, pdl=plan.device.supports_pdl)
+    given = ready(plan, call, False) | {"y": y}
+    plan.launch(embedding_tile_kernel, "DT", given, call, tile_config(call.R, call.W.itemsize == 2), pdl=plan.pdl)
 
 
-def ready(plan: Builder, call: Call, with_g: bool) -> tuple[Array, Array, Array]:
-    """h = A^T[ids] (T, r), s B or s g B (d, r), and g (d,)."""
+def ready(plan: Builder, call: Call, with_g: bool) -> dict[str, Array]:
+    """h = A^T[ids] (T, r), s B or s g B (d, r) as b, and g (d,)."""
     (T, _, D, R), dtype = call[-4:], call.W.dtype
-    h, b, g = plan.temp((T, R), dtype), plan.temp((D, R), dtype), plan.temp((D,), torch.float32)
-    block_r, early = min(64, power_of_two(R)), plan.device.supports_pdl and not with_g
-    given = {"h": h, "b": b, "g": g, "WITH_G": with_g, "PDL": early, "BLOCK_T": READY_T, "BLOCK_R": block_r}
-    plan.launch(embedding_ready_kernel, (cdiv(max(T, D), READY_T), cdiv(R, block_r)), given, call)
-    return h, b, g
+    found = {"h": plan.temp((T, R), dtype), "b": plan.temp((D, R), dtype), "g": plan.temp((D,))}
+    block_r = min(64, power_of_two(R))
+    given = {"WITH_G": with_g, "PDL": plan.pdl and not with_g, "BLOCK_T": READY_T, "BLOCK_R": block_r}
+    plan.launch(embedding_ready_kernel, (cdiv(max(T, D), READY_T), cdiv(R, block_r)), found | given, call)
+    return found
 
 
 embedding, _embedding = planned(

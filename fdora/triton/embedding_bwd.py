@@ -27,14 +27,14 @@ from fdora.triton.kernels.embedding_bwd import (
     segment_scan_kernel,
     segment_total_kernel,
 )
-from fdora.triton.op import planned
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
-BLOCK_T, BLOCK_D = 32, 128
+TILE = {"BLOCK_T": 32, "BLOCK_D": 128}
 SEGMENT, CARRIES = 64, 64  # tokens of a block, and blocks that are looked at together
 FINISH_D = 32
 NO_PADDING = -(1 << 31)
@@ -79,51 +79,45 @@ def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:
     return torch.sparse_coo_tensor(at, values, (r, V), is_coalesced=True, check_invariants=False)
 
 
-def plan_backward(likes: Sequence[Like | None], device: Device, padding: int, sparse: bool, needs: tuple[bool, ...]) -> Plan:
-    plan = Builder("dora_embedding backward", device)
-    dy = plan.tokens(likes[0])
-    call = call_of(plan, plan.vector(likes[1]), likes[2:7])
-    key, order = map(plan.vector, likes[7:9])
-    (T, V, D, R), f32, (need_a, need_b, need_m, need_c) = call[-4:], torch.float32, needs
-    compact = need_a and sparse
-    forms = zip(("dA", "dB", "dm", "dc"), _forms(T, call.A, call.B, call.m, sparse, needs), strict=True)
-    dA, dB, dm, dc = (form and plan.result(name, *form) for name, form in forms)
+@maker("dora_embedding backward", "tokens vector rest")
+def plan_backward(
+    plan: Builder, dy: Array, ids: Array, likes: Likes, padding: int, sparse: bool, needs: tuple[bool, ...]
+) -> None:
+    call = call_of(plan, ids, likes)
+    key, order = map(plan.vector, likes[5:])
+    (T, V, D, R), (need_a, need_b, need_m, need_c) = call[-4:], needs
+    dA, dB, dm, dc = plan.wanted(("dA", "dB", "dm", "dc"), _forms(T, call.A, call.B, call.m, sparse, needs))
     for_m, for_y = need_m or need_c, need_b or need_m or need_c
     if not (need_a or for_y):
-        return plan.plan()
-    h, b, _ = ready(plan, call, True)
-    block_r, strips = power_of_two(R), cdiv(D, BLOCK_D)
-    rows = BLOCK_T
-    while cdiv(T, 2 * rows) * strips >= 3 * device.num_sms and rows < 4096:
+        return
+    given: dict[str, Any] = ready(plan, call, True)
+    del given["g"]
+    strips, rows = cdiv(D, TILE["BLOCK_D"]), TILE["BLOCK_T"]
+    while cdiv(T, 2 * rows) * strips >= 3 * plan.device.num_sms and rows < 4096:
         rows *= 2
-    parts = cdiv(T, rows)
-    partial_A = plan.temp((strips, T, R), f32) if need_a else None
-    partial_Y = plan.temp((parts, D, R), f32) if for_y else None
-    partial_m = plan.temp((parts, D), f32) if for_m else None
-    given = {"dy": dy, "h": h, "b": b, "padding": padding, "NEED_Y": for_y, "ROWS": rows}
-    given |= {"partial_A": partial_A, "partial_Y": partial_Y, "partial_m": partial_m}
-    tile = {"BLOCK_T": BLOCK_T, "BLOCK_D": BLOCK_D, "BLOCK_R": block_r}
-    plan.launch(embedding_bwd_kernel, (strips, parts), {**given, **tile}, call, num_stages=2)
+    parts, block_r = cdiv(T, rows), {"BLOCK_R": power_of_two(R)}
+    partial_A = plan.temp((strips, T, R)) if need_a else None
+    partial_Y = plan.temp((parts, D, R)) if for_y else None
+    sums = {"partial_Y": partial_Y, "partial_m": plan.temp((parts, D)) if for_m else None}
+    given |= {"dy": dy, "partial_A": partial_A, "padding": padding, "ROWS": rows}
+    plan.launch(embedding_bwd_kernel, (strips, parts), given | sums, call, TILE, block_r, num_stages=2)
     if for_y:
-        given = {"partial_Y": partial_Y, "partial_m": partial_m, "dB": dB, "dm": dm, "dc": dc, "parts": parts}
-        tile = {"BLOCK_D": FINISH_D, "BLOCK_R": block_r}
-        plan.launch(embedding_finish_kernel, (cdiv(D, FINISH_D),), {**given, **tile}, call)
+        given = sums | {"dB": dB, "dm": dm, "dc": dc, "parts": parts, "BLOCK_D": FINISH_D}
+        plan.launch(embedding_finish_kernel, "D", given, call, block_r)
     if dA is not None:
-        _by_number(plan, partial_A, key, order, dA, (V, padding, compact))
+        _by_number(plan, partial_A, key, order, dA, {"V": V, "padding": padding, "COMPACT": sparse})
     plan.path = "one pass over dy and the rows of W; sums of each number in the order of its tokens"
-    return plan.plan()
 
 
-def _by_number(plan: Builder, partial_A: Any, key: Any, order: Any, dA: Array, into: tuple[int, int, bool]) -> None:
+def _by_number(plan: Builder, partial_A: Any, key: Array, order: Array, dA: Array, into: dict[str, Any]) -> None:
     """The sums over the tokens of each number, in their order."""
-    (strips, T, R), (V, padding, compact) = partial_A.shape, into
-    block_r, sums = power_of_two(R), plan.temp((T, R), torch.float32)
-    of = {"key": key, "sums": sums, "T": T, "R": R, "BLOCK_T": SEGMENT, "BLOCK_R": block_r}
-    plan.launch(segment_scan_kernel, (cdiv(T, SEGMENT),), {**of, "partial_A": partial_A, "order": order, "parts": strips})
+    strips, T, R = partial_A.shape
+    of = {"key": key, "sums": plan.temp((T, R)), "T": T, "R": R}
+    tile = {"BLOCK_T": SEGMENT, "BLOCK_R": power_of_two(R), "BLOCK_C": CARRIES}
+    plan.launch(segment_scan_kernel, "T", of | {"partial_A": partial_A, "order": order, "parts": strips}, tile)
     plan.zero(dA)
-    stride = (R, 1) if compact else (1, V)
-    given = {"out": dA, "V": V, "padding": padding, **named("stride_ov stride_or", stride), "COMPACT": compact}
-    plan.launch(segment_total_kernel, (cdiv(T, SEGMENT),), {**of, **given, "BLOCK_C": CARRIES})
+    stride = (R, 1) if into["COMPACT"] else (1, into["V"])
+    plan.launch(segment_total_kernel, "T", of | into | {"out": dA, **named("stride_ov stride_or", stride)}, tile)
 
 
 def _forms(T: Any, A: Any, B: Any, m: Any, sparse: bool, needs: Sequence[bool]) -> list[Any]:

@@ -5,85 +5,52 @@ The products themselves are those of multi.py, with a W of three axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from fdora.triton.kernels.experts import combine_kernel, gated_bwd_kernel, gated_fwd_kernel, gates_kernel, spread_kernel
-from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.op import maker, planned
+from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.plan import Array
 
-BLOCK_M, BLOCK_N = 8, 512
-TILE_M, TILE_N = 8, 256  # of the activation
-
-
-def plan_spread(likes: Sequence[Like | None], device: Device, k: int) -> Plan:
-    plan = Builder("rows to their experts", device)
-    x, order, gates = plan.tokens(likes[0]), plan.vector(likes[1]), plan.flat(likes[2])
-    (M,), N = order.shape, x.shape[1]
-    out = plan.result("rows", (M, N), x.dtype)
-    given = {"x": x, "order": order, "gates": gates, "out": out, "M": M, "N": N, "k": k}
-    plan.launch(spread_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), {**given, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N})
-    plan.path = "one pass"
-    return plan.plan()
+COPIES = {"BLOCK_M": 8, "BLOCK_T": 8, "BLOCK_N": 512}
+GATED = {"BLOCK_M": 8, "BLOCK_F": 256, "BLOCK_N": 256}  # of the activation
 
 
-def plan_combine(likes: Sequence[Any], device: Device) -> Plan:
-    plan = Builder("rows back from their experts", device)
-    rows, place, gates = plan.tokens(likes[0]), plan.flat(likes[1]), plan.flat(likes[2])
-    (T, k), N = likes[1].shape, rows.shape[1]
-    out = plan.result("y", (T, N), rows.dtype)
-    given = {"rows": rows, "place": place, "gates": gates, "out": out, "T": T, "N": N, "k": k}
-    plan.launch(combine_kernel, (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)), {**given, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N})
-    plan.path = "one pass"
-    return plan.plan()
+@maker("rows to their experts", "tokens vector flat", "one pass")
+def plan_spread(plan: Builder, x: Array, order: Array, gates: Array | None, k: int) -> None:
+    out = plan.result("rows", (order.numel, x.shape[1]), x.dtype)
+    given = {"x": x, "order": order, "gates": gates, "out": out, "k": k}
+    plan.launch(spread_kernel, "M N", given | named("M N", out.shape), COPIES)
 
 
-def plan_gates(likes: Sequence[Any], device: Device, dtype: torch.dtype) -> Plan:
-    plan = Builder("gradient of the gates", device)
-    dy, rows, place = plan.tokens(likes[0]), plan.tokens(likes[1]), plan.flat(likes[2])
-    (M,), N, (T, k) = place.shape, dy.shape[1], likes[2].shape
+@maker("rows back from their experts", "tokens flat flat", "one pass")
+def plan_combine(plan: Builder, rows: Array, place: Array, gates: Array | None) -> None:
+    T, k = plan.inputs[1].shape
+    out = plan.result("y", (T, rows.shape[1]), rows.dtype)
+    given = {"rows": rows, "place": place, "gates": gates, "out": out, "k": k}
+    plan.launch(combine_kernel, "T N", given | named("T N", out.shape), COPIES)
+
+
+@maker("gradient of the gates", "tokens tokens flat", "one pass")
+def plan_gates(plan: Builder, dy: Array, rows: Array, place: Array, dtype: torch.dtype) -> None:
+    T, k = plan.inputs[2].shape
     out = plan.result("dgates", (T, k), dtype)
-    plan.launch(
-        gates_kernel,
-        (cdiv(M, BLOCK_M),),
-        {"dy": dy, "rows": rows, "place": place, "out": out, "M": M, "N": N, "k": k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
-    )
-    plan.path = "one pass"
-    return plan.plan()
+    given = {"dy": dy, "rows": rows, "place": place, "out": out, "M": place.numel, "N": dy.shape[1], "k": k}
+    plan.launch(gates_kernel, "M", given, COPIES)
 
 
-def plan_gated(likes: Sequence[Like | None], device: Device, act: str) -> Plan:
-    plan = Builder("activation of experts", device)
-    z = plan.flat(likes[0])
-    assert likes[0] is not None
-    M, F = likes[0].shape[0], likes[0].shape[1] // 2
-    a = plan.result("a", (M, F), z.dtype)
-    plan.launch(
-        gated_fwd_kernel,
-        (cdiv(M, TILE_M), cdiv(F, TILE_N)),
-        {"z": z, "a": a, "M": M, "F": F, "ACT": act, "BLOCK_M": TILE_M, "BLOCK_N": TILE_N},
-    )
-    plan.path = "one pass"
-    return plan.plan()
+@maker("activation of experts", "flat", "one pass")
+def plan_gated(plan: Builder, z: Array, act: str) -> None:
+    M, width = plan.inputs[0].shape
+    a = plan.result("a", (M, width // 2), z.dtype)
+    plan.launch(gated_fwd_kernel, "M F", {"z": z, "a": a, "ACT": act, **named("M F", a.shape)}, GATED)
 
 
-def plan_gated_bwd(likes: Sequence[Like | None], device: Device, act: str) -> Plan:
-    plan = Builder("activation of experts backward", device)
-    da, z = plan.flat(likes[0]), plan.flat(likes[1])
-    assert likes[1] is not None
-    M, F = likes[1].shape[0], likes[1].shape[1] // 2
-    dz = plan.result("dz", (M, 2 * F), z.dtype)
-    plan.launch(
-        gated_bwd_kernel,
-        (cdiv(M, TILE_M), cdiv(F, TILE_N)),
-        {"da": da, "z": z, "dz": dz, "M": M, "F": F, "ACT": act, "BLOCK_M": TILE_M, "BLOCK_N": TILE_N},
-    )
-    plan.path = "one pass"
-    return plan.plan()
+@maker("activation of experts backward", "flat flat", "one pass")
+def plan_gated_bwd(plan: Builder, da: Array, z: Array, act: str) -> None:
+    M, width = plan.inputs[1].shape
+    dz = plan.result("dz", (M, width), z.dtype)
+    plan.launch(gated_bwd_kernel, "M F", {"da": da, "z": z, "dz": dz, "M": M, "F": width // 2, "ACT": act}, GATED)
 
 
 # x (T, N), order (T k,), gates (T, k) -> (T k, N)

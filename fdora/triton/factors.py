@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from fdora.triton.kernels.factors import factors_kernel
+from fdora.triton.kernels.scale import factors_kernel
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.scale import Given
 from fdora.triton.tiles.configs import power_of_two
 
 
@@ -27,13 +28,16 @@ class FactorsConfig(NamedTuple):
     num_stages: int
 
 
-def at_once(x: Array, dz: Array, r: int, capability: int) -> bool:
-    """(M, K) x and (M, N) dz: whether one launch is faster. us on an H200 (h200/passes.json), beside two products: 192 tokens,
+def at_once(on: Device, of: Given) -> bool:
+    """Whether both are asked for and one launch is faster. us on an H200 (h200/passes.json), beside two products: 192 tokens,
     1280 -> 5120, r = 16 2.5 (5.9); 576, 4096 -> 12288, r = 128 9.5 (11.4); 4705, 1664 -> 12672, r = 64 36 (43). Few columns
     beside many tokens leave multiprocessors idle, where cuBLAS splits the sum; r = 384 takes 23 (18); rows that begin at no 16
     bytes are slow.
     """
-    if x.dtype == torch.float32 or capability < 80 or r % 8 or (x.stride[1], dz.stride[1]) != (1, 1):
+    x, dz, r, grads = of.x, of.dy, of.la.A.shape[0], of.grads
+    if grads.A is None or grads.B is None or x.dtype == torch.float32 or on.capability < 80 or r % 8:
+        return False
+    if (x.stride[1], dz.stride[1]) != (1, 1):
         return False
     few = x.shape[0] <= 640
     return (few and r <= 128) or (r <= 64 and x.shape[1] + dz.shape[1] >= 12288)
@@ -51,14 +55,13 @@ def factor_gradients(
     dz: Array,
     h: Array,
     dB: Array,
-    config: FactorsConfig | None = None,
     g: tuple[Array | None, Array | None] = (None, None),
 ) -> None:
     """(M, K) (M, r) -> dA (r, K), (M, N) (M, r) -> dB (N, r), each in the dtype it has; rows of adjacent columns.
 
     ``g``: m and c where dz is dy: dB = g dy^T h."""
     (M, K), N, r = x.shape, dz.shape[1], dh.shape[1]
-    config = config or factors_config(r)
+    config = factors_config(r)
     grid = (cdiv(K, config.BLOCK_C) + cdiv(N, config.BLOCK_C), cdiv(r, config.BLOCK_R))
     given = {"x": x, "dh": dh, "dA": dA, "dz": dz, "h": h, "dB": dB, **named("m c", g), "M": M, "K": K, "N": N, "R": r}
     plan.launch(factors_kernel, grid, given, config)

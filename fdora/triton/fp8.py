@@ -23,10 +23,10 @@ from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
-from fdora.triton.op import planned
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import fp8_config, power_of_two
 
 BLOCK, TOKENS = 128, 16
@@ -44,38 +44,32 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     return [y], Saved(h, (kept,), (len(before) > 0,))
 
 
+@maker("dora_linear forward, 8-bit product", "tokens matrix flat rest")
 def plan_fp8_linear(
-    likes: Sequence[Like | None], device: Device, save: str, p: float, mode: str, block: tuple[int, int]
-) -> Plan:
-    """likes: x, the codes and the scales of W, A, B, m, c, bias, seed. Pure."""
-    plan = Builder("dora_linear forward, 8-bit product", device)
-    x, codes, scales = plan.tokens(likes[0]), plan.matrix(likes[1]), plan.flat(likes[2])
-    A, B, m, c, bias = plan.operand(likes[3]), plan.matrix(likes[4]), *map(plan.vector, likes[5:8])
-    seed, s = plan.matrix(likes[8]), plan.scalar("s")
-    assert likes[0] is not None
-    (M, K), N, r, t = x.shape, codes.shape[0], A.shape[0], x.dtype
-    y = plan.result("y0", (*likes[0].shape[:-1], N), t).flat()
-    h = plan.result("h", (M, r), t)
-    la: Any = Operands(Coded((N, K), Codes8("e4m3", mode, block, 1.0)), A, B, m, c, bias, seed)
-    pre = plan.result("pre_scale0", (M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
+    plan: Builder, x: Array, codes: Array, scales: Array, likes: Likes, save: str, p: float, mode: str, block: tuple[int, int]
+) -> None:
+    """likes: A, B, m, c, bias and seed."""
+    reads = (plan.operand, plan.matrix, plan.vector, plan.vector, plan.vector, plan.matrix)
+    la = _layer(codes.shape, [read(like) for read, like in zip(reads, likes, strict=True)])
+    (M, K), N, r, t, A, s = x.shape, codes.shape[0], la.A.shape[0], x.dtype, la.A, plan.scalar("s")
+    y, h, pre = plan.wanted(("y0", "h", "pre_scale0"), _forms(plan.inputs[0], la, save))
     plan.path = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
-    plan.product(h, drop(plan, x, seed, p), in_dtype(plan, A, t).T, s)
+    plan.product(h, drop(plan, x, la.seed, p), in_dtype(plan, A, t).T, s)
     x8, x_scale = _quantised(plan, x, mode == "block")
-    B = in_dtype(plan, B, t)
-    config = fp8_config(M, N, K, device.capability)
+    B = in_dtype(plan, la.B, t)
+    config = fp8_config(M, N, K, plan.device.capability)
     rows, columns = block if mode == "block" else (1, 1)
-    given = {"x": x8, "x_scale": x_scale, "w": codes, "w_scale": scales, "h": h, "b": B, "out": y, "pre_scale": pre}
+    given = {"x": x8, "x_scale": x_scale, "w": codes, "w_scale": scales, "h": h, "b": B, "out": y.flat(), "pre_scale": pre}
     given |= {"M": M, "N": N, "K": K, "R": r, "groups": cdiv(K, columns), **named("stride_br stride_bn", B.T.stride)}
     given |= {"MODE": mode, "BN": rows, "BK": columns, "BLOCK_R": max(16, min(64, power_of_two(r))), "GROUP_M": 8}
-    plan.launch(fp8_gemm_kernel, (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),), given, la, config)
-    return plan.plan()
+    plan.launch(fp8_gemm_kernel, "MN", given, la, config)
 
 
 def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     """(M, K) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
     M, K = x.shape
     out = plan.temp((M, K), E4M3)
-    scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M), torch.float32)
+    scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
     args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
     if blocks:
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
@@ -84,17 +78,21 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     return out, scale
 
 
-def _forms(x: Any, operands: Sequence[Any], s: float, save: str, p: float, mode: str, block: Any) -> list[Any]:
-    (N, K), M, t = operands[0].shape, rows_of(x), x.dtype
-    la = Operands(Coded((N, K), Codes8("e4m3", mode, (0, 0), 1.0)), *operands[2:])
+def _layer(shape: Any, rest: Sequence[Any]) -> Any:
+    """The operands, with what is known of W."""
+    return Operands(Coded(shape, Codes8("e4m3", "tensor", (0, 0), 1.0)), *rest)
+
+
+def _forms(x: Any, la: Any, save: str) -> list[Any]:
+    """y, h, and the value before g where it is saved."""
+    N, M, t = la.W.shape[0], rows_of(x), x.dtype
     pre = ((M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
-    return [((*x.shape[:-1], N), t), ((M, la.A.shape[0]), t), pre]  # type: ignore[union-attr]
+    return [((*x.shape[:-1], N), t), ((M, la.A.shape[0]), t), pre]
 
 
-# y, h, and the value before g where it is saved
 fp8_linear, _fp8_linear = planned(
     "fp8_linear",
     "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
     plan_fp8_linear,
-    _forms,
+    lambda x, operands, s, save, *_: _forms(x, _layer(operands[0].shape, operands[2:]), save),
 )

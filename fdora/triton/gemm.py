@@ -30,7 +30,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
-from fdora.triton.tiles.product import fused_config
+from fdora.triton.tiles.product import Ask, fused_config
 
 
 class Epilogue(NamedTuple):
@@ -89,24 +89,16 @@ def gemm(
     given: dict[str, Any] = {"M": M, "N": N, "K": K, "R": r, "threshold": threshold(masked.p), "keep_scale": 1 / (1 - masked.p)}
     given |= {"EPILOGUE": epilogue.kind, "ORIGIN": has_origin(masked.seed)}
     trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
-    config = config or fused_config(M, N, K, r, trans_b, one_more_tile, tma, plan.device.capability, plan.device.num_sms)
+    on = plan.device
+    config = config or fused_config(Ask(M, N, K, r, trans_b, one_more_tile, tma, on.capability, on.num_sms))
     if config.tma:
-        bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
-        width = bn // 2 if config.EPILOGUE_SUBTILE else bn
-        block = (bn, bk) if trans_b else (bk, bn)
+        bm, bn = config.BLOCK_M, config.BLOCK_N
         count = cdiv(M, bm) * cdiv(N, bn)
-        programs = programs_of(count, bm * bn * K, plan.device.num_sms) if config.persistent else count
-        hb = (_fit(plan, h), _fit(plan, b.T if trans_b else b))
-        tiles = {
-            "x": Tile(x, (bm, bk)),
-            "x_masked": _tile(x_masked, (bm, bk)),
-            "w": Tile(w.T if trans_b else w, block),
-            "h": Tile(hb[0], (bm, bk)),
-            "b": Tile(hb[1], block),
-            "out": Tile(out, (bm, width)),
-            "pre_scale": _tile(pre_scale, (bm, width)),
-            "residual": _tile(epilogue.residual, (bm, width)),
-        }
+        programs = programs_of(count, bm * bn * K, on.num_sms) if config.persistent else count
+        left = {"x": x, "x_masked": x_masked, "h": _fit(plan, h)}
+        w, b = (w.T, b.T) if trans_b else (w, b)
+        ends = {"out": out, "pre_scale": pre_scale, "residual": epilogue.residual}
+        tiles = tiled(config, trans_b, left, {"w": w, "b": _fit(plan, b)}, ends)
         given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": config.persistent and masked.seed is None}
         plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config)
         return
@@ -146,5 +138,11 @@ def _fit(plan: Builder, t: Array) -> Array:
     return t if is_tma_compatible(t) else stacked(plan, [t], t.dtype)
 
 
-def _tile(t: Array | None, block: tuple[int, int]) -> Tile | None:
-    return None if t is None else Tile(t, block)
+Arrays = dict[str, Array | None]
+
+
+def tiled(config: GemmConfig, trans_b: bool, left: Arrays, right: Arrays, ends: Arrays) -> dict[str, Tile | None]:
+    """Descriptors: of rows of tokens, of the right-hand side, and of what lies as the result."""
+    _, bm, bn, bk, _, subtile, *_ = config
+    blocks = ((left, (bm, bk)), (right, (bn, bk) if trans_b else (bk, bn)), (ends, (bm, bn // 2 if subtile else bn)))
+    return {name: None if t is None else Tile(t, block) for arrays, block in blocks for name, t in arrays.items()}

@@ -6,16 +6,34 @@ order, any change inside one element changes the sum for certain, any other chan
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from fdora.triton.kernels.hash import hash_kernel
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Scalar
 
 WORDS = 256  # as in fdora/eager/_fingerprint.py: the first names the kind and s, each other belongs to a program
 BLOCK = 2048
 KIND = 1  # the eager backend has another: its words never match these
+
+
+class Guard(NamedTuple):
+    """A norm of before, the fingerprint it belongs to, and that of now: kernels return at once where the two agree."""
+
+    c: Any = None
+    old_hash: Array | None = None
+    new_hash: Array | None = None
+    KEEP: bool = False  # the norm of now takes the place of c
+    WORDS: int = WORDS
+
+    def rows(self, begin: int, end: int) -> Guard:
+        return self if self.c is None else self._replace(c=self.c.rows(begin, end))
+
+
+UNGUARDED = Guard()
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -24,31 +42,17 @@ def fingerprint(plan: Builder, A: Array, B: Array, s: Scalar, out: Array) -> Non
     (a, packed_a), (b, packed_b) = _words(A), _words(B)
     kind = KIND + 16 * A.itemsize + 256 * B.itemsize
     programs = min(WORDS - 1, cdiv(max(a.numel, b.numel, 1), BLOCK))
-    cols_a, row_a = (1, 1) if packed_a else (a.shape[1], a.stride[0])  # where packed nobody reads them
-    cols_b, row_b = (1, 1) if packed_b else (b.shape[1], b.stride[0])
-    plan.launch(
-        hash_kernel,
-        (programs,),
-        {
-            "A": a,
-            "B": b,
-            "out": out,
-            "s": s,
-            "count_a": a.numel,
-            "count_b": b.numel,
-            "cols_a": cols_a,
-            "cols_b": cols_b,
-            "stride_ar": row_a,
-            "stride_bn": row_b,
-            "PACKED_A": packed_a,
-            "PACKED_B": packed_b,
-            "BLOCK": BLOCK,
-            "KIND": kind,
-            "WORDS": WORDS,
-            "PDL": plan.device.supports_pdl,
-        },
-        num_warps=16,
-    )
+    sizes = [(1, 1) if packed else (t.shape[1], t.stride[0]) for t, packed in ((a, packed_a), (b, packed_b))]
+    given = {
+        "A": a,
+        "B": b,
+        "out": out,
+        "s": s,
+        **named("count_a count_b PACKED_A PACKED_B", (a.numel, b.numel, packed_a, packed_b)),
+    }
+    given |= named("cols_a stride_ar cols_b stride_bn", sum(sizes, ()))  # where packed nobody reads them
+    given |= {"BLOCK": BLOCK, "KIND": kind, "WORDS": WORDS, "PDL": plan.pdl}
+    plan.launch(hash_kernel, (programs,), given, num_warps=16)
 
 
 def _words(t: Array) -> tuple[Array, bool]:

@@ -31,25 +31,23 @@ from fdora.quant import QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, forms_of_grads, result_grads
-from fdora.triton.linear_fwd import columns_of_h, forward, result_h
-from fdora.triton.norm_kept import run_asking
-from fdora.triton.op import op, planned
+from fdora.triton.linear_fwd import columns_of_h, forward
+from fdora.triton.norm_kept import asking
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.operands import (
-    Likes,
-    any_norms,
     facts,
     fake_layers,
-    fake_norms,
+    fake_results,
     flat,
+    forms_in,
     forms_norm,
     norms_of,
     read_layers,
-    with_norms,
 )
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.scale import Given
 from fdora.triton.small import Out, is_small
 
 # forward
@@ -125,16 +123,9 @@ def unpacked(
     return ys, Saved(h, tuple(kept), pre, cs)
 
 
-def _linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep) -> tuple[Tensor, ...]:
-    """Each y, h if there is any, each value before g that is saved, each norm that nobody gave."""
-    given: tuple[Tensor, ...] = run_asking(_planned, seen, keep, x, operands, s, saves, p, mode, text, numbers, residual)
-    return given
-
-
-def _planned(x, operands, s, saves, p, mode, text, numbers, residual, seen=(), keep=True):
-    operands = with_norms(operands, any_norms(operands)) if seen else operands  # who counts flops has not asked
+def _divided(x, operands, s, saves, p, mode, text, numbers, residual=None) -> tuple[Plan, tuple, tuple]:
     tensors, s = (x, *operands), tuple(s)
-    options = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
+    options: tuple[Any, ...] = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
         tensors, options = (*tensors, residual), (*options, True)
     return plan_for(plan_forward, tensors, *options), tensors, s
@@ -155,9 +146,20 @@ def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: s
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 
 
+def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> list[Any]:
+    """Shape and dtype of what a forward returns beside norms: each y, h of all layers, what is saved before g of each."""
+    M, t, widths = rows_of(x), x.dtype, [la.W.shape[0] for la in layers]
+    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+    pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    shapes = [*[(*x.shape[:-1], N) for N in widths], (M, total) if total else None]
+    return forms_in(t, [*shapes, *[(M, N) if has else None for N, has in zip(widths, pre, strict=True)]])
+
+
+@maker("dora_linear forward", "tokens rest")
 def plan_forward(
+    plan: Builder,
+    x: Array,
     likes: Likes,
-    device: Device,
     p: float,
     mode: DropoutMode,
     saves: tuple[str, ...],
@@ -165,23 +167,18 @@ def plan_forward(
     text: tuple[str, ...] = (),
     numbers: tuple[int, ...] = (),
     has_residual: bool = False,
-) -> Plan:
-    """likes: x, the operands, and behind them a residual."""
-    plan = Builder("dora_linear forward" if len(saves) == 1 else f"forward of {len(saves)} layers on one x", device)
-    x = plan.tokens(likes[0])
-    layers = read_layers(plan, x.dtype, likes[1:], len(saves), text, numbers)
-    scalars = [plan.scalar(f"s{i}") for i in range(len(layers))]
-    (*lead, _), dtype = likes[0].shape, x.dtype
-    ys = [plan.result(f"y{i}", (*lead, la.W.shape[0]), dtype).flat() for i, la in enumerate(layers)]
-    h = result_h(plan, x, layers, "h")
-    pre = [
-        plan.result(f"pre_scale{i}", y.shape, dtype) if saves_pre_scale(dtype, x.shape[0], la, mode, save) else None
-        for i, (y, la, save) in enumerate(zip(ys, layers, saves, strict=True))
-    ]
-    out = [Out(*each) for each in zip(ys, h.parts, pre, norms_of(plan, layers), strict=True)]
+) -> None:
+    """likes: the operands, and behind them a residual."""
+    n = len(saves)
+    plan.name = plan.name if n == 1 else f"forward of {n} layers on one x"
+    layers = read_layers(plan, x.dtype, likes, n, text, numbers)
+    scalars = [plan.scalar(f"s{i}") for i in range(n)]
+    names = [*[f"y{i}" for i in range(n)], "h", *[f"pre_scale{i}" for i in range(n)]]
+    results = plan.wanted(names, _forms(plan.inputs[0], layers, saves, mode))
+    ys, h, pre = [y.flat() for y in results[:n]], results[n], results[n + 1 :]
+    out = [Out(*each) for each in zip(ys, columns_of_h(h, layers), pre, norms_of(plan, layers), strict=True)]
     residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
-    forward(plan, x, layers, scalars, out, h.whole, Dropout(p, mode), same_s, residual)
-    return plan.plan()
+    forward(plan, x, layers, scalars, out, h, Dropout(p, mode), same_s, residual)
 
 
 # backward
@@ -202,18 +199,19 @@ def layers_bwd(
     flags = [need for each in wanted for need in each]
     seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
-    scalars = [o.s for o in options]
-    operands = flat(layers)
-    results = iter(
-        run_it(x, saved.h, dys, saved.kept, operands, scalars, *drop, saved.pre_scale, need_x, flags, *facts(layers))
-    )
+    scalars, coded = [o.s for o in options], facts(layers)
+    of = (x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded)
+    results = iter(run_it(*of))
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
+@maker("dora_linear backward", "tokens operand rest")
 def plan_backward(
+    plan: Builder,
+    x: Array,
+    h: Array,
     likes: Likes,
-    device: Device,
     p: float,
     mode: DropoutMode,
     pre_scale: tuple[bool, ...],
@@ -221,20 +219,16 @@ def plan_backward(
     needs: tuple[bool, ...],
     text: tuple[str, ...] = (),
     numbers: tuple[int, ...] = (),
-) -> Plan:
+) -> None:
+    """likes: each dy, what is kept of each y, the operands."""
     n = len(pre_scale)
-    plan = Builder("dora_linear backward" if n == 1 else f"backward of {n} layers on one x", device)
-    x = plan.tokens(likes[0])
-    h = plan.operand(likes[1])
-    dys = [plan.tokens(like) for like in likes[2 : 2 + n]]
-    kept = [plan.tokens(like) for like in likes[2 + n : 2 + 2 * n]]
-    layers = read_layers(plan, x.dtype, likes[2 + 2 * n :], n, text, numbers)
+    plan.name = plan.name if n == 1 else f"backward of {n} layers on one x"
+    dys, kept = ([*map(plan.tokens, some)] for some in (likes[:n], likes[n : 2 * n]))
+    layers = read_layers(plan, x.dtype, likes[2 * n :], n, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
-    dx = plan.result("dx", likes[0].shape, x.dtype).flat() if need_x else None
-    grads = result_grads(plan, layers, needs)
-    dropout = Dropout(p, mode)
-    backward(plan, dys, x, layers, scalars, columns_of_h(h, layers).parts, kept, pre_scale, dropout, dx, grads)
-    return plan.plan()
+    dx = plan.result_tokens("dx", 0, x.shape[1], x.dtype) if need_x else None
+    grads, hs, drops = result_grads(plan, layers, needs), columns_of_h(h, layers), [Dropout(p, mode)] * n
+    backward(plan, [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, grads, drops)], dx)
 
 
 # the same as ops that torch sees
@@ -242,25 +236,20 @@ def plan_backward(
 
 def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep):
     layers = fake_layers(operands, len(saves), text, numbers)
-    ys = [x.new_empty((*x.shape[:-1], la.W.shape[0])) for la in layers]
-    M, total = rows_of(x), sum(la.A.shape[0] for la in layers if la.A is not None)
-    kept = [la.W.shape[0] for la, save in zip(layers, saves, strict=True) if saves_pre_scale(x.dtype, M, la, mode, save)]
-    made = [*ys, *([x.new_empty((M, total))] if total else []), *(x.new_empty((M, N)) for N in kept)]
-    return made + fake_norms(x, layers) if keep else made
+    return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
 
 
-def rows_of(x: Tensor) -> int:
+def rows_of(x: Any) -> int:
     """Tokens."""
     return prod(x.shape[:-1])
 
 
-linear = op(
+linear, _linear = asking(
     "linear",
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
     "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
-    _linear,
+    _divided,
     _fake_linear,
-    _planned,
 )
 # dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias
 linear_backward, _linear_backward = planned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,16 +13,14 @@ from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
+from fdora.triton.norm import norm
 from fdora.triton.product import scaled_product
-from fdora.triton.quant import norm
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.plan import Array, Scalar
-from fdora.triton.small import LIMIT, Out, is_small, narrow, small_forward
+from fdora.triton.small import LIMIT, Out, is_few, reads, small_forward, why_many
 from fdora.triton.small_norm import fits, small_norm_forward
-from fdora.triton.small_quant import reads, small_forward_of_codes
 
-BLOCK_M, BLOCK_N = 4, 512
+TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
 
 
 def forward(
@@ -38,7 +36,7 @@ def forward(
 ) -> None:
     """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add."""
     half = x.dtype != torch.float32
-    few = [half and _is_few(plan, x, la) for la in layers]
+    few = [half and is_few(plan, x, la, True) for la in layers]
     adapted = [la for la in layers if la.A is not None]
     inside = [each.c is not None and la.seed is None and _norm_fits(plan, x, la) for la, each in zip(layers, out, strict=True)]
     # Another s for each would have to be folded into A, and round it; few tokens are cheap to read.
@@ -58,12 +56,12 @@ def forward(
             onto = residual is not None
             if with_norm:
                 small_norm_forward(plan, x, la, s, each, accumulate=onto)
-            elif isinstance(la.W, Packed) and reads(la.W):
-                if each.c is not None:
-                    norm(plan, la.W, la.A, la.B, s, each.c)
-                small_forward_of_codes(plan, x, la, s, each, accumulate=onto)
-            else:
-                small_forward(plan, x, la._replace(W=weight_of(plan, la, s, x.dtype, each.c)), s, each, accumulate=onto)
+                continue
+            if not (isinstance(la.W, Packed) and reads(la.W)):
+                la = la._replace(W=weight_of(plan, la, s, x.dtype, each.c))
+            elif each.c is not None:
+                norm(plan, la.W, la.A, la.B, s, each.c)
+            small_forward(plan, x, la, s, each, accumulate=onto)
         else:
             how = _forward(plan, x, la, s, each, dropout, at_once, residual)
     if any(inside):
@@ -73,20 +71,12 @@ def forward(
     elif any(few):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        many = f"more than {LIMIT} tokens" if x.shape[0] > LIMIT else "predicted faster than one pass over W"
-        plan.path = f"x A^T, then the product; {how}; {many}"
+        plan.path = f"x A^T, then the product; {how}; {why_many(x)}"
     packed = [la for la in layers if isinstance(la.W, Packed)]
     if any(few) and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"
     elif packed:
         plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
-
-
-def _is_few(plan: Builder, x: Array, la: Any) -> bool:
-    """Whether one pass over W forms h and y."""
-    if la.A is None or isinstance(la.W, Packed):
-        return is_small(x.shape[0])
-    return narrow(plan, x, la.W.T, la.A.shape[0])
 
 
 def _norm_fits(plan: Builder, x: Array, la: Any) -> bool:
@@ -126,7 +116,7 @@ def _forward(
 
 def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:
     W = weight_in(plan, la.W, x.dtype)
-    wide = y if la.bias is None or y.dtype == torch.float32 else plan.temp(y.shape, torch.float32)
+    wide = y if la.bias is None or y.dtype == torch.float32 else plan.temp(y.shape)
     plan.product(wide, x, operand(plan, W).T)
     if la.bias is not None:
         epilogue_of(plan, wide, y, Epilogue("none", bias=la.bias))
@@ -134,28 +124,16 @@ def _frozen_forward(plan: Builder, x: Array, la: Any, y: Array) -> None:
 
 def epilogue_of(plan: Builder, v: Array, y: Array, epilogue: Epilogue) -> None:
     """g and bias on what is float32."""
-    M, N = y.shape
-    given = {"v": v, "out": y, "M": M, "N": N, "EPILOGUE": epilogue.kind, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-    plan.launch(epilogue_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), given, epilogue)
+    given = {"v": v, "out": y, "EPILOGUE": epilogue.kind, **named("M N", y.shape)}
+    plan.launch(epilogue_kernel, "M N", given, epilogue, TILE)
 
 
-class Shrunk(NamedTuple):
-    """s x A^T of all layers side by side, and each one's columns of it."""
-
-    whole: Array | None
-    parts: list[Array | None]
-
-
-def columns_of_h(h: Array | None, layers: list[Any]) -> Shrunk:
+def columns_of_h(h: Array | None, layers: list[Any]) -> list[Array | None]:
+    """Each layer's columns of s x A^T of all layers side by side."""
     parts: list[Array | None] = []
     at = 0
     for la in layers:
         r = 0 if la.A is None else la.A.shape[0]
         parts.append(None if la.A is None or h is None else h.columns(at, at + r))
         at += r
-    return Shrunk(h, parts)
-
-
-def result_h(plan: Builder, x: Array, layers: list[Any], name: str) -> Shrunk:
-    total = sum(la.A.shape[0] for la in layers if la.A is not None)
-    return columns_of_h(plan.result(name, (x.shape[0], total), x.dtype) if total else None, layers)
+    return parts

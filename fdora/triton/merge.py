@@ -6,20 +6,15 @@ passes over W and the products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.merge import merge_kernel
-from fdora.triton.norm import GROUP_N, tiled
-from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.split import rows_at_a_time, split_A, split_B
+from fdora.triton.norm import tiled
+from fdora.triton.op import maker, planned
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.split import by_rows
 from fdora.triton.tiles.configs import merge_config
 
 
@@ -35,48 +30,21 @@ def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float)
     return base
 
 
-def plan_merge(likes: Sequence[Like | None], device: Device, undo: bool) -> Plan:
-    plan = Builder("dora_unmerge" if undo else "dora_merge", device)
-    W, A, B = map(plan.matrix, likes[:3])
-    m, c, s = plan.vector(likes[3]), plan.vector(likes[4]), plan.scalar("s")
-    (N, K), R = W.shape, A.shape[0]
-    if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
-        A, B = in_dtype(plan, A, torch.float32), in_dtype(plan, B, torch.float32)
-    out = plan.result("W", (N, K), W.dtype)
-    plan.path = "one read and one write of W, no dense B A"
-    rows = 0 if A.itemsize == 2 else rows_at_a_time(N, K, R, None, 0)
-    a, by_k = split_A(plan, A) if rows else (A, None)
-    for i in range(0, N, rows or max(1, N)):
-        j = i + (rows or N)
-        b, by_n = split_B(plan, B.rows(i, j)) if rows else (B, None)
-        _merge_rows(plan, W.rows(i, j), a, b, by_n, by_k, m.rows(i, j), c.rows(i, j), out.rows(i, j), s, undo)
-    return plan.plan()
-
-
-def _merge_rows(
-    plan: Builder,
-    W: Array,
-    A: Array,
-    B: Array,
-    by_n: Array | None,
-    by_k: Array | None,
-    m: Array,
-    c: Array,
-    out: Array,
-    s: Scalar,
-    undo: bool,
-) -> None:
-    (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
-    aligned = half and all(is_tma_compatible(t) for t in (W, A, B, out))
-    config = merge_config(R, A.itemsize == 2, plan.device.capability, aligned, half, by_n is None and not undo)
-    programs = cdiv(N, config.BLOCK_N) * cdiv(K, config.BLOCK_K)
-    tensors, even = tiled(config, W, A, B)
-    result: Any = out
-    if config.TMA:
-        programs, result = min(programs, plan.device.num_sms), Tile(out, config[:2])
-    given = {"scale_n": by_n, "scale_k": by_k, "m": m, "c": c, "out": result, "s": s, "N": N, "K": K, "R": R}
-    given |= {**named("W A B", tensors), "UNDO": undo, "GROUP": GROUP_N, "EVEN": even}
-    plan.launch(merge_kernel, (programs,), given, config)
+@maker("dora_merge", "matrix matrix matrix vector vector s", "one read and one write of W, no dense B A")
+def plan_merge(plan: Builder, W: Array, A: Array, B: Array, m: Array, c: Array, s: Scalar, undo: bool) -> None:
+    plan.name = "dora_unmerge" if undo else plan.name
+    merged, half, on = plan.result("W", W.shape, W.dtype), W.itemsize == 2, plan.device
+    for i, j, of in by_rows(plan, A, B):
+        w, out = W.rows(i, j), merged.rows(i, j)
+        aligned = half and all(is_tma_compatible(t) for t in (w, of.A, of.B, out))
+        plain = of.scale_n is None and not undo
+        config = merge_config(of.A.shape[0], of.A.itemsize == 2, on.capability, aligned, half, plain)
+        given = tiled(config, w, of.A, of.B) | {"m": m.rows(i, j), "c": c.rows(i, j), "s": s, "UNDO": undo}
+        programs = cdiv(w.shape[0], config.BLOCK_N) * cdiv(w.shape[1], config.BLOCK_K)
+        if config.TMA:
+            programs = min(programs, on.num_sms)
+        given["out"] = Tile(out, config[:2]) if config.TMA else out
+        plan.launch(merge_kernel, (programs,), given, of, config)
 
 
 merge, _merge = planned(

@@ -9,20 +9,23 @@ from torch import Tensor
 
 from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
 from fdora._torch import needs_dispatcher
-from fdora.triton import act as activation
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
+from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_grads
-from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward, result_h
-from fdora.triton.norm_kept import run_asking
-from fdora.triton.op import op, planned
-from fdora.triton.operands import Likes, any_norms, facts, fake_layers, fake_norms, flat, norms_of, read_layers, with_norms
+from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
+from fdora.triton.norm_kept import asking
+from fdora.triton.op import Likes, maker, planned
+from fdora.triton.operands import facts, fake_layers, fake_results, flat, forms_in, norms_of, read_layers
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
+from fdora.triton.scale import Given
 from fdora.triton.small import Out
+
+BLOCK = 2048  # elements of the activation that a program has
 
 
 def mlp_fwd(
@@ -80,20 +83,32 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep) -> tuple[Tensor, ...]:
-    given: tuple[Tensor, ...] = run_asking(_planned, seen, keep, x, operands, s, saves, p, mode, act, text, numbers)
-    return given
-
-
-def _planned(x, operands, s, saves, p, mode, act, text, numbers, seen=(), keep=True):
-    operands = with_norms(operands, any_norms(operands)) if seen else operands
+def _divided(x, operands, s, saves, p, mode, act, text, numbers) -> tuple[Plan, tuple, tuple]:
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
     return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
 
 
+def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> list[Any]:
+    """Shape and dtype of what a forward returns beside norms: y, h of the pair and of down, gate and up, what is saved before
+    g of each."""
+    M, t, (gate, _, down) = rows_of(x), x.dtype, layers
+    F, N = gate.W.shape[0], down.W.shape[0]
+    pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
+    ranks = [0 if la.A is None else la.A.shape[0] for la in layers]
+    shapes = [(*x.shape[:-1], N), *[(M, r) if r else None for r in (ranks[0] + ranks[1], ranks[2])]]
+    shapes += [(M, F) if _keeps_output(has, mode) else None for has in pre[:2]]
+    shapes += [(M, width) if has else None for width, has in zip((F, F, N), pre, strict=True)]
+    return forms_in(t, shapes)
+
+
+NAMES = ("y", "h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")
+
+
+@maker("dora_mlp forward", "tokens rest")
 def plan_forward(
+    plan: Builder,
+    x: Array,
     likes: Likes,
-    device: Device,
     p: float,
     mode: DropoutMode,
     saves: tuple[str, ...],
@@ -101,32 +116,19 @@ def plan_forward(
     act: str,
     text: tuple[str, ...] = (),
     numbers: tuple[int, ...] = (),
-) -> Plan:
-    plan = Builder("dora_mlp forward", device)
-    x = plan.tokens(likes[0])
-    (*lead, _), t = likes[0].shape, x.dtype
-    layers = read_layers(plan, t, likes[1:], 3, text, numbers)
+) -> None:
+    t, dropout = x.dtype, Dropout(p, mode)
+    layers = read_layers(plan, t, likes, 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
-    M, F, N = x.shape[0], layers[0].W.shape[0], layers[2].W.shape[0]
-    dropout = Dropout(p, mode)
-    y = plan.result("y", (*lead, N), t).flat()
-    h, h_down = result_h(plan, x, layers[:2], "h"), result_h(plan, x, layers[2:], "h_down")
-    pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
-    pair = [
-        plan.result(name, (M, F), t) if _keeps_output(has, mode) else plan.temp((M, F), t)
-        for name, has in zip(("gate", "up"), pre, strict=False)
-    ]
-    before = [
-        plan.result(f"pre_scale of {name}", (M, width), t) if has else None
-        for name, width, has in zip(("gate", "up", "down"), (F, F, N), pre, strict=True)
-    ]
-    norms = norms_of(plan, layers)
-    a = plan.temp((M, F), t)
-    out = [Out(*o) for o in zip(pair, h.parts, before, norms, strict=False)]
-    forward(plan, x, layers[:2], scalars[:2], out, h.whole, dropout, same_s)
-    activation.forward(plan, pair[0], pair[1], a, act)
-    forward(plan, a, layers[2:], scalars[2:], [Out(y, h_down.parts[0], before[2], norms[2])], h_down.whole, dropout, True)
-    return plan.plan()
+    y, h, h_down, gate, up, *before = plan.wanted(NAMES, _forms(plan.inputs[0], layers, saves, mode))
+    wide, norms = (x.shape[0], layers[0].W.shape[0]), norms_of(plan, layers)
+    pair = [out or plan.temp(wide, t) for out in (gate, up)]
+    a = plan.temp(wide, t)
+    out = [Out(*o) for o in zip(pair, columns_of_h(h, layers[:2]), before, norms, strict=False)]
+    forward(plan, x, layers[:2], scalars[:2], out, h, dropout, same_s)
+    act_forward(plan, pair[0], pair[1], a, act)
+    of_down = Out(y.flat(), h_down, before[2], norms[2])
+    forward(plan, a, layers[2:], scalars[2:], [of_down], h_down, dropout, True)
 
 
 def mlp_bwd(
@@ -145,12 +147,15 @@ def mlp_bwd(
     s = [o.s for o in options]
     results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
     dx = next(results) if need_x else None
-    return dx, [Grads(*(next(results) if need else None for need in each)) for each in needs]
+    return dx, [Grads._make([next(results) if need else None for need in each]) for each in needs]
 
 
+@maker("dora_mlp backward", "tokens tokens rest")
 def plan_backward(
+    plan: Builder,
+    dy: Array,
+    x: Array,
     likes: Likes,
-    device: Device,
     p: float,
     mode: DropoutMode,
     act: str,
@@ -158,37 +163,28 @@ def plan_backward(
     needs: tuple[bool, ...],
     text: tuple[str, ...] = (),
     numbers: tuple[int, ...] = (),
-) -> Plan:
-    plan = Builder("dora_mlp backward", device)
-    dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
-    assert dy is not None and x is not None
+) -> None:
+    """likes: what is saved, and the operands."""
     t, dropout = x.dtype, Dropout(p, mode)
-    saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[2:10]))
-    layers = read_layers(plan, t, likes[10:], 3, text, numbers)
+    saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[:8]))
+    layers = read_layers(plan, t, likes[8:], 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
-    dx = plan.result("dx", likes[1].shape, t).flat() if need_x else None
-    grads = result_grads(plan, layers, needs)
-    gate, up = (
-        _output(plan, la, y, pre)
-        for la, y, pre in zip(layers[:2], (saved.gate, saved.up), (saved.pre_gate, saved.pre_up), strict=True)
-    )
+    dx = plan.result_tokens("dx", 1, x.shape[1], t) if need_x else None
+    grads, (_, kept, has_pre) = result_grads(plan, layers, needs), saved.apart()
+    gate, up = (_output(plan, la, y, v) for la, y, v in zip(layers[:2], (saved.gate, saved.up), kept[:2], strict=True))
     a = plan.temp(gate.shape, t)
-    activation.forward(plan, gate, up, a, act)
+    act_forward(plan, gate, up, a, act)
     da = plan.temp(gate.shape, t) if need_x or any(map(any, needs_in(needs)[:2])) else None
-    kept, has_pre = (saved.y if saved.pre_down is None else saved.pre_down), saved.pre_down is not None
-    of_down = columns_of_h(saved.h_down, layers[2:]).parts
-    backward(plan, [dy], a, layers[2:], scalars[2:], of_down, [kept], [has_pre], dropout, da, grads[2:])
+    of_down = columns_of_h(saved.h_down, layers[2:])
+    backward(plan, [Given(dy, a, layers[2], scalars[2], of_down[0], kept[2], has_pre[2], grads[2], dropout)], da)
     if da is None:
-        return plan.plan()
+        return
     dgate = plan.temp(gate.shape, t)
-    activation.backward(plan, da, gate, up, dgate, da, act)
-    pre: Any = (saved.pre_gate, saved.pre_up)
-    kept_pair = [y if v is None else v for y, v in zip((gate, up), pre, strict=True)]
-    of_pair = columns_of_h(saved.h, layers[:2]).parts
-    backward(
-        plan, [dgate, da], x, layers[:2], scalars[:2], of_pair, kept_pair, [v is not None for v in pre], dropout, dx, grads[:2]
-    )
-    return plan.plan()
+    act_backward(plan, da, gate, up, dgate, da, act)
+    kept_pair = [y if v is None else v for y, v in zip((gate, up), kept, strict=False)]
+    of_pair = columns_of_h(saved.h, layers[:2])
+    pair = map(Given, (dgate, da), (x, x), layers, scalars, of_pair, kept_pair, has_pre, grads, (dropout, dropout))
+    backward(plan, [*pair], dx)
 
 
 def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
@@ -201,23 +197,31 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
 
 
 def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep):
-    gate, up, down = fake_layers(operands, 3, text, numbers)
-    M, F, N = rows_of(x), gate.W.shape[0], down.W.shape[0]
-    pre = [saves_pre_scale(x.dtype, M, la, mode, save) for la, save in zip((gate, up, down), saves, strict=True)]
-    r = sum(la.A.shape[0] for la in (gate, up) if la.A is not None)
-    made = [(*x.shape[:-1], N), *([(M, r)] if r else []), *([(M, down.A.shape[0])] if down.A is not None else [])]
-    made += [(M, F) for has in pre[:2] if _keeps_output(has, mode)]
-    made += [(M, width) for width, has in zip((F, F, N), pre, strict=True) if has]
-    return [x.new_empty(shape) for shape in made] + (fake_norms(x, (gate, up, down)) if keep else [])
+    layers = fake_layers(operands, 3, text, numbers)
+    return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
 
 
-mlp = op(
+def _elementwise(plan: Builder, kernel: Any, count: int, given: dict[str, Any]) -> None:
+    plan.launch(kernel, (cdiv(count, BLOCK),), given | {"count": count, "BLOCK": BLOCK})
+
+
+def act_forward(plan: Builder, gate: Array, up: Array, a: Array, act: str) -> None:
+    """a = f(gate) up in one pass, two reads and one write; all contiguous, of one shape. Formulas: :mod:`fdora.eager.act`.
+    Roof: the bytes, at copy speed."""
+    _elementwise(plan, act_fwd_kernel, a.numel, {"gate": gate, "up": up, "a": a, "ACT": act})
+
+
+def act_backward(plan: Builder, da: Array, gate: Array, up: Array, dgate: Array, dup: Array, act: str) -> None:
+    """d gate, d up; ``dup`` may be ``da``. Three reads and two writes."""
+    _elementwise(plan, act_bwd_kernel, da.numel, {"da": da, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "ACT": act})
+
+
+mlp, _mlp = asking(
     "mlp",
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
     "Tensor[] seen, bool keep) -> Tensor[]",
-    _mlp,
+    _divided,
     _fake_mlp,
-    _planned,
 )
 mlp_backward, _mlp_backward = planned(
     "mlp_backward",

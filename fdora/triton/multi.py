@@ -34,16 +34,17 @@ from fdora.triton.multi_gemm import (
     turned,
 )
 from fdora.triton.multi_norm import bank_norm as bank_norm
-from fdora.triton.multi_route import route as route
 from fdora.triton.multi_rows import drop, rank_table, sort, unsort
+from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
-from fdora.triton.op import planned
+from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
 
 TENSORS = 10  # of a bank; behind them ranks and p
+READS = "stack matrix matrix flat flat flat vector vector vector vector"  # how a plan takes them
+BACKWARD = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
 BankGrads = tuple[Tensor | None, ...]
 
 
@@ -66,51 +67,36 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     return bank.bias is not None or dtype == torch.float32
 
 
-def _read_bank(plan: Builder, likes: Sequence[Like | None]) -> Any:
-    W, A, B, m, c, bias, s, offsets, order, seed = likes
-    return Bank(
-        plan.stack(W),
-        plan.matrix(A),
-        plan.matrix(B),
-        plan.flat(m),
-        plan.flat(c),
-        plan.flat(bias),
-        plan.vector(s),
-        plan.vector(offsets),
-        plan.vector(order),
-        plan.vector(seed),
-        None,
-    )
+def _read_bank(plan: Builder, likes: Likes, p: float) -> Any:
+    read = [getattr(plan, how)(like) for how, like in zip(READS.split(), likes, strict=True)]
+    return Bank._make((*read, None, p))
 
 
-def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> Plan:
-    plan = Builder("dora_linear_multi forward", device)
-    x = plan.tokens(likes[0])
-    bank = _read_bank(plan, likes[1:])
-    (M, _), (_, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
-    forms = zip(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm), strict=True)
-    y, h, pre_scale = (form and plan.result(name, *form) for name, form in forms)
+@maker("dora_linear_multi forward", "tokens rest")
+def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> None:
+    """likes: those of the bank."""
+    bank = _read_bank(plan, likes, p)
+    (M, _), (G, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
+    y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
     if M == 0:
         plan.path = "no tokens"
-        return plan.plan()
-    table = rank_table(plan, ranks or None)
-    experts = len(bank.W.shape) == 3
+        return
+    bank, experts = bank._replace(ranks=rank_table(plan, ranks or None)), len(bank.W.shape) == 3
     if t != torch.float32 and is_small(M) and bank.seed is None and not experts:
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
-        multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), table, y, h, pre_scale)
-        return plan.plan()
+        return multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), y, h, pre_scale)
     x = sort(plan, x, bank.order)
     out = y if bank.order is None else plan.temp((M, N), t)
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
-    shape = shape_of(plan, x, out, W, R, bank.A.shape[0], pre_scale is not None, False)
+    shape = shape_of(plan, x, out, W, R, G, pre_scale is not None, False)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
     if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, table, shape, h, beside)
-    laid = lay(plan, right, shape, t, ranks or None, table, beside)
-    found = routes(plan, bank, M, table, shape, laid, out, pre_scale)
+        pad = low_rank_input(plan, x, bank.A, False, bank, shape, h, beside)
+    laid = lay(plan, right, shape, t, ranks or None, bank.ranks, beside)
+    found = routes(plan, bank, M, shape, laid, out, pre_scale)
     if bank.seed is not None:
-        pad = low_rank_input(plan, drop(plan, x, bank, found.ids, p), bank.A, False, bank, table, shape, h)
+        pad = low_rank_input(plan, drop(plan, x, bank, found.ids), bank.A, False, bank, shape, h)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
     if bank.order is not None:
         unsort(plan, out, bank.order, y)
@@ -120,31 +106,32 @@ def plan_forward(likes: Sequence[Like | None], device: Device, ranks: tuple[int,
         plan.path = "the product by cuBLAS, then the terms of low rank and g in one pass"
     else:
         plan.path = f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
-    return plan.plan()
 
 
+@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD)
 def plan_backward(
-    likes: Sequence[Like | None], device: Device, pre_scale: bool, ranks: tuple[int, ...], p: float, needs: tuple[bool, ...]
-) -> Plan:
-    plan = Builder("dora_linear_multi backward", device)
-    dy, x = plan.tokens(likes[0]), plan.tokens(likes[1])
-    h, kept = plan.tokens(likes[2]), plan.tokens(likes[3])
-    bank = _read_bank(plan, likes[4:])
-    forms = zip(BankNeeds._fields, _gradients(x, bank, needs), strict=True)
-    dx, *grads = (form and plan.result(f"d{name}", *form) for name, form in forms)
-    experts = len(bank.W.shape) == 3
+    plan: Builder,
+    dy: Array,
+    x: Array,
+    h: Array,
+    kept: Array | None,
+    likes: Likes,
+    pre_scale: bool,
+    ranks: tuple[int, ...],
+    p: float,
+    needs: tuple[bool, ...],
+) -> None:
+    bank = _read_bank(plan, likes, p)
+    dx, *grads = plan.wanted([f"d{name}" for name in BankNeeds._fields], _gradients(x, bank, needs))
     order = bank.order
-    out = Out(dx if order is None or dx is None else plan.temp(x.shape, x.dtype), *grads)
-    if not experts:
+    sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
+    if len(bank.W.shape) == 2:
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
-    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, p, out)
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
-        assert out.dx is not None
-        unsort(plan, out.dx, order, dx)
-    plan.path = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
-    return plan.plan()
+        unsort(plan, sorted_dx, order, dx)
 
 
 def _outputs(x: Any, bank: Bank, save_for_dm: bool) -> list[Any]:

@@ -75,8 +75,8 @@ class Given(NamedTuple):
     pre_scale: bool
 
 
-def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, p: float, out: Out) -> None:
-    dy, x, bank, h, _, _ = of
+def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out) -> None:
+    dy, x, bank, h, *_ = of
     M, t = x.shape[0], x.dtype
     if M == 0:
         for each in out:
@@ -86,25 +86,25 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, p: float
     R = bank.A.shape[1]
     dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
     shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
-    ranks = rank_table(plan, numbers)
+    bank = bank._replace(ranks=rank_table(plan, numbers))
     right = Right(bank.W, bank.A, False)
     seen = None if h is None else Seen(h, bank.offsets)
-    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, ranks, seen=seen)
-    found = routes(plan, bank, M, ranks, shape, laid, out.dx)
+    laid = None if out.dx is None else lay(plan, right, shape, t, numbers, bank.ranks, seen=seen)
+    found = routes(plan, bank, M, shape, laid, out.dx)
     fused = _scale(plan, of, found, dz, out)
     if dz is None:
         return
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
-        pad = low_rank_input(plan, dz, bank.B, True, bank, ranks, shape, dh)
+        pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh)
         if out.dx is not None:
             plain = found._replace(g=None)
-            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), p, bank.seed is not None)
+            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None)
         if out.dA is not None:
-            _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids, p), bank, ranks, True)
+            _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids), bank, True)
     if out.dB is not None and not fused:
         assert h is not None
-        _gradient(plan, out.dB, dz, h, bank, ranks, False)
+        _gradient(plan, out.dB, dz, h, bank, False)
 
 
 def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) -> bool:
@@ -115,16 +115,15 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) 
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs = cdiv(M, rows) + G
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
-    partial_m = plan.temp((pairs, N), torch.float32) if need_m else None
-    partial_bias = plan.temp((pairs, N), torch.float32) if need_bias else None
     block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
-    partial_B = plan.temp((pairs, N, R), torch.float32) if block_r else None
+    shapes: tuple[Any, ...] = (need_m and (pairs, N), need_bias and (pairs, N), block_r and (pairs, N, R))
+    partial_m, partial_bias, partial_B = (plan.temp(shape) if shape else None for shape in shapes)
     if dz is not None or need_m or need_bias:
         grid, flat = grid_of(cdiv(N, config.BLOCK_N), pairs)
-        given = {"dy": dy, "saved": kept, "h": h if block_r else None, "g": found.g, "offsets": bank.offsets, "dz": dz}
-        given |= {"partial_m": partial_m, "partial_bias": partial_bias, "partial_B": partial_B, "M": M, "G": G, "N": N, "R": R}
+        given = {"dy": dy, "saved": kept, "h": h if block_r else None, "dz": dz, "M": M, "G": G, "N": N, "R": R, "FLAT": flat}
+        given |= {"partial_m": partial_m, "partial_bias": partial_bias, "partial_B": partial_B}
         given |= {"stride_hm": 0 if h is None else h.stride[0], "BLOCK_R": block_r, "ROWS": rows, "BLOCK_G": block_of(G)}
-        plan.launch(multi_scale_kernel, grid, {**given, "FLAT": flat}, config)
+        plan.launch(multi_scale_kernel, grid, given, found, bank, config)
     if out.dB is not None and partial_B is not None:
         _sum(plan, partial_B, bank, out.dB, M, rows)
     if out.dbias is not None:
@@ -159,7 +158,7 @@ def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
     return 8 if cdiv(M, 8 * rows) * cdiv(N, 64) >= 2 * num_sms else 2
 
 
-def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: Array | None, rank_first: bool) -> None:
+def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_first: bool) -> None:
     """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
     if not out.numel:
@@ -174,10 +173,10 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, ranks: A
     rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0
     places = G if single else cdiv(M, rows) + G
-    target = out if single else plan.temp((places, P, Q), torch.float32)
-    given = {"u": u, "v": v, "offsets": bank.offsets, "ranks": ranks, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
-    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "PRECISION": "ieee", "ROWS": rows}
+    target = out if single else plan.temp((places, P, Q))
+    given = {"u": u, "v": v, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
+    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows}
     given |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "BLOCK_G": block_of(G)}
-    plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, config)
+    plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, bank, config)
     if not single:
         _sum(plan, target, bank, out, M, rows)

@@ -19,17 +19,18 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.dropout import threshold
+from fdora.triton.gemm import tiled
 from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Tile
+from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
-from fdora.triton.tiles.product import bank_config, grouped_config
+from fdora.triton.tiles.product import Ask, bank_config, grouped_config
 
 BLOCK_GN = 1024  # columns of g that a program writes
-EPILOGUE_M, EPILOGUE_N = 64, 64
+TILE = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the pass behind cuBLAS
 MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
@@ -73,6 +74,10 @@ class Shape(NamedTuple):
     BLOCK_R: int  # a step of low rank
     experts: int = 0  # how many matrices w has; 0: one for all
 
+    @property
+    def tma(self) -> bool:
+        return self.config is not None and self.config.tma
+
 
 def turned(t: Array) -> Array:
     """A matrix, or each of a stack, transposed."""
@@ -102,18 +107,14 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
     trans, matrix = has_columns(w), joined(w)
     if adapters * max(K, N, R + 256) > MOST_AT:  # rows of a stack or of a bank, with room for the last step of each rank
         matrix = None
-    if len(w.shape) == 3:
-        G = w.shape[0]
-        tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
-        if x.dtype == torch.float32:
-            return Shape(EXPERTS_F32, EXPERTS_F32.BLOCK_M, min(32, power_of_two(R)), G)
-        config = grouped_config(M, N, K, R, G, trans, tma, on.capability, on.num_sms)
-        return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
-    if x.dtype == torch.float32 or masked:
-        return Shape(None, EPILOGUE_M, min(64, power_of_two(R)))
-    tma = matrix is not None and all(map(is_tma_compatible, (x, out, matrix)))
-    config = bank_config(M, N, K, R, adapters, trans, extra, tma, on.capability, on.num_sms)
-    return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)))
+    G, f32, tma = w.shape[0] if len(w.shape) == 3 else 0, x.dtype == torch.float32, False
+    if not G and (f32 or masked):
+        return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
+    if matrix is not None:
+        tma = all(map(is_tma_compatible, (x, out, matrix)))
+    ask = Ask(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
+    config = EXPERTS_F32 if f32 else grouped_config(ask, G) if G else bank_config(ask, adapters)
+    return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
 
 
 class Routes(NamedTuple):
@@ -123,7 +124,6 @@ class Routes(NamedTuple):
     route: Array  # (tiles + 1, 4) first and last segment, steps of low rank and where they begin; of experts: kernels/multi.py
     steps: Array | None  # adapter * 32768 + slab
     g: Array | None  # (G + 1, N), 1 behind the last adapter
-    ranks: Array | None  # (G,)
 
 
 def most_tiles(M: int, shape: Shape) -> int:
@@ -135,7 +135,6 @@ def routes(
     plan: Builder,
     bank: Any,
     M: int,
-    ranks: Array | None,
     shape: Shape,
     laid: Laid | None = None,
     out: Array | None = None,
@@ -151,11 +150,11 @@ def routes(
     steps = None if experts else plan.temp(((tiles + G) * span,), torch.int32)
     flags, tails = (None, False) if laid is None else (laid.flags, laid.tails is not None)
     with_g = bank.m is not None or flags is not None
-    g = plan.temp((G + 1, N), torch.float32) if with_g else None
+    g = plan.temp((G + 1, N)) if with_g else None
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
     width = 0 if out is None else out.shape[1]
     grid = (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),)
-    made = Routes(ids, route, steps, g, ranks)
+    made = Routes(ids, route, steps, g)
     given = {"flags": flags, "out": out, "pre_scale": pre_scale, "M": M, "G": G, "N": N, "R": R, "span": span, "tiles": tiles}
     given |= {"blocks": blocks, "width": width, "FLAGS": 0 if flags is None else flags.shape[1], "EXPERTS": experts}
     given |= {"TAILS": tails, "BLOCK_M": shape.BLOCK_M, "BLOCK_R": shape.BLOCK_R, "BLOCK_G": block_of(G), "BLOCK_N": BLOCK_GN}
@@ -164,14 +163,13 @@ def routes(
 
 
 def low_rank_input(
-    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, ranks: Array | None, shape: Shape, h: Array, beside: bool = False
+    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, shape: Shape, h: Array, beside: bool = False
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
     experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_r, by_k = f.stride[:0:-1] if trans else f.stride[1:]
-    padded = shape.config is not None and shape.config.tma
-    tile, half = shape.BLOCK_M, x.dtype != torch.float32
+    padded, tile, half = shape.tma, shape.BLOCK_M, x.dtype != torch.float32
     pairs = cdiv(M, tile) + G
     width, experts = cdiv(R, 8) * 8, shape.experts > 0
     pad: Array | None = h
@@ -182,18 +180,8 @@ def low_rank_input(
     config = h_config(M, K, R, G, half, beside, experts, plan.device)
     config = config._replace(BLOCK_M=min(tile, config.BLOCK_M))
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
-    given: dict[str, Any] = {
-        "x": x,
-        "f": f,
-        "ranks": ranks,
-        "h": h,
-        "pad": pad if padded else None,
-        "M": M,
-        "G": G,
-        "K": K,
-        "R": R,
-    }
-    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "PRECISION": "ieee", "TILE": tile}
+    given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
+    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
     plan.launch(multi_h_kernel, grid, {**given, "BLOCK_G": block_of(G), "FLAT": flat, "PDL": beside}, bank, config)
     return pad
 
@@ -225,11 +213,10 @@ def multi_gemm(
     found: Routes,
     shape: Shape,
     wanted: Wanted,
-    p: float = 0.0,
     masked: bool = False,
 ) -> None:
     """``masked``: the mask of dropout is on the term of low rank."""
-    out, pre_scale, _ = wanted
+    (out, pre_scale, _), p = wanted, bank.p
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
         return
@@ -237,34 +224,29 @@ def multi_gemm(
     by_r, by_n = b.stride[:0:-1] if right.trans else b.stride[1:]
     config, experts, most = shape.config, shape.experts > 0, most_tiles(M, shape)
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
-    by_pointers = {"h": h, "b": b, "offsets": bank.offsets, "G": G, "stride_br": by_r, "stride_bn": by_n}
+    by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape, torch.float32)
+        wide = plan.temp(out.shape)
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
-        given |= {"PRECISION": "ieee", "BLOCK_M": EPILOGUE_M, "BLOCK_N": EPILOGUE_N, "BLOCK_R": min(32, shape.BLOCK_R)}
-        grid = (cdiv(M, EPILOGUE_M), cdiv(N, EPILOGUE_N))
-        plan.launch(multi_epilogue_kernel, grid, given | by_pointers, found, wanted, num_stages=2)
+        given |= {"BLOCK_R": min(32, shape.BLOCK_R)}
+        plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)
     given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most, "EXPERTS": experts}
     if config.tma:
-        bm, bn, bk = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
         trans_b, matrix = has_columns(w), joined(w)
-        width = bn // 2 if config.EPILOGUE_SUBTILE else bn
-        block = (bn, bk) if trans_b else (bk, bn)
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
-        given |= {"x": Tile(x, (bm, bk)), "w": Tile(matrix, block), "h": Tile(pad, (bm, bk)), "b": Tile(laid.matrix, block)}
-        given |= {"tails": None if laid.tails is None else Tile(laid.tails, block), "out": Tile(out, (bm, width))}
-        given |= {"pre_scale": None if pre_scale is None else Tile(pre_scale, (bm, width))}
+        right_hand, ends = {"w": matrix, "b": laid.matrix, "tails": laid.tails}, {"out": out, "pre_scale": pre_scale}
+        given |= tiled(config, trans_b, {"x": x, "h": pad}, right_hand, ends)
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
         given |= {"SPAN": laid.height, "W_SPAN": (N if trans_b else K) if experts else 0}
         given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "PTX": not INTERPRETED}
-        plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, config)
+        plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, bank, config)
         return
-    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R, "PRECISION": "ieee" if x.dtype == torch.float32 else None}
-    plan.launch(multi_gemm_pointer_kernel, (count,), given | by_pointers, found, wanted, config)
+    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R}
+    plan.launch(multi_gemm_pointer_kernel, (count,), given | by_pointers, found, wanted, bank, config)
 
 
 def lay(
@@ -279,7 +261,7 @@ def lay(
 ) -> Laid | None:
     """The bank as the product by TMA reads it beside w: (N, R) each where the columns of w are contiguous, else (R, N).
     ``beside``: it runs beside the kernel ahead. ``seen``: as of as_matrix."""
-    if shape.config is None or not shape.config.tma:
+    if shape.config is None or not shape.tma:
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
@@ -289,4 +271,4 @@ def lay(
 def copies_beside(device: Device, shape: Shape) -> bool:
     """Whether forward looks through the bank beside x A_a^T, which waits for its loads more than for bytes. That one
     begins: behind the other its programs are let in unevenly, and it took 35 us for 28."""
-    return device.supports_pdl and shape.experts == 0 and shape.config is not None and shape.config.tma
+    return device.supports_pdl and shape.experts == 0 and shape.tma

@@ -18,8 +18,6 @@ after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +31,11 @@ from fdora.triton.kernels.multi_norm import (
     strip_root_kernel,
 )
 from fdora.triton.multi_rows import rank_table
-from fdora.triton.norm import GROUP_N
-from fdora.triton.op import planned
+from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
-from fdora.triton.sums import SUM_N, SUM_T
+from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.plan import Array
+from fdora.triton.sums import SUM_N, TILE
 from fdora.triton.tiles.configs import norm_config, power_of_two
 
 SMALL_R = 32
@@ -74,10 +71,10 @@ def bank_norm(
     return c
 
 
-def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[int, ...], max_bytes: int | None) -> Plan:
-    plan = Builder("norms of a bank", device)
-    W, A, B = map(plan.matrix, likes[:3])
-    s = plan.vector(likes[3])
+@maker("norms of a bank", "matrix matrix matrix vector")
+def plan_bank_norm(
+    plan: Builder, W: Array, A: Array, B: Array, s: Array, ranks: tuple[int, ...], max_bytes: int | None
+) -> None:
     (N, K), (G, R, _) = W.shape[-2:], A.shape
     c = plan.result("c", (G, N), torch.float32)
     table = rank_table(plan, ranks or None)
@@ -89,35 +86,25 @@ def plan_bank_norm(likes: Sequence[Like | None], device: Device, ranks: tuple[in
     # The products A A^T of all spans are beside the partials whatever the rows.
     room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
     if half and half_weight and not own_W and R <= SMALL_R and room:
-        _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
-        return plan.plan()
+        return _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r = config[:3]
     tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
-        w, b, own = _rows(W, B, i, rows)
-        partial = plan.temp((tiles, G * own), torch.float32)
+        w, b = W.rows(i, i + rows, -2), B.rows(i, i + rows, 1)
+        own = b.shape[1]
+        partial = plan.temp((tiles, G * own))
         blocks = cdiv(own, block_n) * tiles
-        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G, "GROUP": GROUP_N}
+        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G}
         if own_W:
             plan.launch(experts_norm_kernel, (blocks, G), given | {"EVEN": 2 * even}, config)
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
             given |= {"ranks": table, "slabs": cdiv(R, block_r), "EVEN": even}
             plan.launch(multi_norm_kernel, (blocks,), given, config._replace(num_warps=8))
         given = {"partial": partial, "c": c, "N": own, "G": G, "strips": tiles, "first": i, "width": N}
-        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), {**given, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T})
-    return plan.plan()
-
-
-def _rows(W: Array, B: Array, i: int, rows: int) -> tuple[Array, Array, int]:
-    """Rows of W and B from i on, and how many they are."""
-    own, skipped = min(rows, W.shape[-2] - i), i * W.stride[-2]
-    w = replace(W, shape=(*W.shape[:-2], own, W.shape[-1]), offset=W.offset + skipped, aligned=W.aligned and skipped % 8 == 0)
-    skipped = i * B.stride[1]
-    shape = (B.shape[0], own, B.shape[2])
-    return w, replace(B, shape=shape, offset=B.offset + skipped, aligned=B.aligned and skipped % 8 == 0), own
+        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), given, TILE)
 
 
 def span_of(N: int, K: int, R: int, G: int, strip: StripConfig, num_sms: int) -> int:
@@ -154,11 +141,12 @@ def _by_strips(
         N % strip.BLOCK_N == 0 and rows % strip.BLOCK_N == 0 and K % strip.BLOCK_K == 0 and block_r == R and G % adapters == 0
     )
     exact = "tf32x3" if plan.device.capability else "ieee"
-    pdl = plan.device.supports_pdl
+    pdl = plan.pdl
     for i in range(0, N, max(1, rows)):
-        w, b, own = _rows(W, B, i, rows)
-        partial = plan.temp((spans * (G + 1), own), torch.float32)
-        grams = plan.temp((spans * G, block_r * block_r), torch.float32)
+        w, b = W.rows(i, i + rows, -2), B.rows(i, i + rows, 1)
+        own = b.shape[1]
+        partial = plan.temp((spans * (G + 1), own))
+        grams = plan.temp((spans * G, block_r * block_r))
         given: dict[str, Any] = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial, "grams": grams}
         given |= {"N": own, "K": K, "R": R, "G": G, "BLOCK_R": block_r, "PDL": pdl}
         grid = (cdiv(G, adapters), cdiv(own, strip.BLOCK_N) + 1, spans)

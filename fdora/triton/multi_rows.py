@@ -1,4 +1,5 @@
-"""Copies for many adapters: tokens into sorted order and back, the dropped x, a bank as one matrix of one dtype; ranks."""
+"""Copies for many adapters: tokens into sorted order and back, the dropped x, a bank as one matrix of one dtype; ranks;
+and which tokens are whose."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ import triton.language as tl
 
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
+from fdora.triton.kernels.multi_route import multi_route_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
+from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import power_of_two
 
-BLOCK_M, BLOCK_N = 8, 512
+TILE = {"BLOCK_M": 8, "BLOCK_N": 512, "BLOCK_K": 512}
 BLOCK_Q = 256
+ROUTE_T, ROUTE_S = 32, 128
 RANKS = 32  # that one launch writes
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -56,20 +60,17 @@ def unsort(plan: Builder, t: Array, order: Array, out: Array) -> None:
 
 
 def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> None:
-    M, N = x.shape
-    given = {"x": x, "order": order, "out": out, "M": M, "N": N, "SCATTER": scatter, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-    plan.launch(rows_kernel, (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), given)
+    given = {"x": x, "order": order, "out": out, "SCATTER": scatter}
+    plan.launch(rows_kernel, "M N", given | named("M N", x.shape), TILE)
 
 
-def drop(plan: Builder, x: Array, bank: Any, ids: Array | None, p: float) -> Array:
+def drop(plan: Builder, x: Array, bank: Any, ids: Array | None) -> Array:
     """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
     if bank.seed is None:
         return x
-    M, K = x.shape
-    out = plan.temp(x.shape, x.dtype)
-    given = {"x": x, "out": out, "ids": ids, "threshold": threshold(p), "scale": 1 / (1 - p), "M": M, "G": bank.A.shape[0]}
-    grid = (cdiv(M, BLOCK_M), cdiv(K, BLOCK_N))
-    plan.launch(multi_drop_kernel, grid, {**given, "K": K, "BLOCK_M": BLOCK_M, "BLOCK_K": BLOCK_N}, bank)
+    out, p = plan.temp(x.shape, x.dtype), bank.p
+    given = {"x": x, "out": out, "ids": ids, "threshold": threshold(p), "scale": 1 / (1 - p), "G": bank.A.shape[0]}
+    plan.launch(multi_drop_kernel, "M K", given | named("M K", x.shape), bank, TILE)
     return out
 
 
@@ -118,17 +119,15 @@ def as_matrix(
     M, R = (0, 0) if h is None else h.shape
     # A tile as wide as a step: as wide as a row it had a quarter of its loads under way where a rank is small.
     block_q = min(BLOCK_Q if by_row or numbers is None else step, power_of_two(Q))
-    given = {
+    given: dict[str, Any] = {
         "x": bank,
         "ranks": ranks,
         "out": out if copy else tails,
         "flags": flags,
         "h": h,
         "offsets": offsets,
-        "P": P,
-        "Q": Q,
     }
-    given |= {"height": height, "pitch": pitch if tails is None else tails.stride[0], "M": M, "G": G, "R": R}
+    given |= {"P": P, "Q": Q, "M": M, "G": G, "R": R, "height": height, "pitch": pitch if tails is None else tails.stride[0]}
     given |= {"dtype": NAMES[dtype], "COPY": copy, "APART": apart, "BY_ROW": by_row, "STEP": step}
     given |= {"BLOCK_P": look.AREA // block_q, "BLOCK_Q": block_q, "BLOCK_H": power_of_two(max(1, R))}
     plan.launch(bank_kernel, (G, look.CHUNKS), given, look, pdl=beside)
@@ -144,10 +143,30 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
         some = [*ranks[at : at + RANKS], *[0] * RANKS][:RANKS]
         # The highest bit says nothing: with it all of them are 64 bits wide, and one kernel serves.
         words = [sum(r << 15 * j for j, r in enumerate(some[i : i + 4])) | 1 << 62 for i in range(0, RANKS, 4)]
-        plan.launch(
-            multi_ranks_kernel,
-            (1,),
-            {"ranks": out, "G": len(ranks), "first": at, **named("w0 w1 w2 w3 w4 w5 w6 w7", words)},
-            num_warps=1,
-        )
+        given = {"ranks": out, "G": len(ranks), "first": at, **named("w0 w1 w2 w3 w4 w5 w6 w7", words)}
+        plan.launch(multi_ranks_kernel, (1,), given, num_warps=1)
     return out
+
+
+@maker("tokens sorted by adapter", "vector", "the place of a token is counted")
+def plan_route(plan: Builder, ids: Array, G: int) -> None:
+    """Which tokens are whose, from the adapter of each: one launch that counts, where torch sorts in several.
+
+    The place of a token is how many come before it: those of earlier adapters, and earlier ones of its own. M^2 comparisons, so
+    for some thousand tokens at most.
+    """
+    (M,) = ids.shape
+    offsets = plan.result("offsets", (G,), torch.int32)
+    order, place = (plan.result(name, (M,), torch.int64) for name in ("order", "place"))
+    parts = cdiv(M, ROUTE_T)
+    given = {"ids": ids, "offsets": offsets, "order": order, "place": place, "M": M, "G": G, "parts": parts}
+    plan.launch(multi_route_kernel, (parts + cdiv(G, ROUTE_T),), given | named("BLOCK_T BLOCK_S", (ROUTE_T, ROUTE_S)))
+
+
+# ids (M,) -> offsets (G,) int32, order (M,) int64 and its inverse; tokens of no adapter come last
+multi_route, route = planned(
+    "multi_route",
+    "(Tensor ids, SymInt adapters) -> Tensor[]",
+    plan_route,
+    lambda ids, adapters: [((adapters,), torch.int32), *[(ids.shape, torch.int64)] * 2],
+)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_low_kernel, multi_shrink_kernel, multi_small_kernel
 from fdora.triton.multi_gemm import block_of
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.small import parts_of
 from fdora.triton.tiles.configs import power_of_two, small_config
 
 BLOCK_T = 16  # tokens of a segment at a time
@@ -36,13 +35,11 @@ class RoomConfig(NamedTuple):
     STAGES: int
     LOW_WARPS: int
     WARPS: int  # of the pass over W at least, where its tile is wide: g of each element would spill
-    STAYS: bool  # whether what the pass over W is handed stays in the cache until then
 
 
 def room_config() -> RoomConfig:
-    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way. ``STAYS``
-    from multi_cache.json: h B^T and g of 64 tokens and 14336 columns, 7.3 MB, were written to memory while W came."""
-    return RoomConfig(1, 16384, 3, 8, 8, True)
+    """From h200/multi_forms.json: reads in one stage take 1.4 and 1.2 of the time, since nothing else is under way."""
+    return RoomConfig(1, 16384, 3, 8, 8)
 
 
 class Low(NamedTuple):
@@ -53,33 +50,32 @@ class Low(NamedTuple):
     g: Array | None  # (M, N)
 
 
-def multi_small(plan: Builder, x: Array, bank: Any, ranks: Array | None, y: Array, h: Array, pre_scale: Array | None) -> None:
+def multi_small(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scale: Array | None) -> None:
     """(M, K) and a bank -> y, and h and pre_scale in sorted order."""
     (M, K), R, N = x.shape, bank.A.shape[1], y.shape[1]
     if y.numel == 0:
         plan.zero(h)
         return
     room = room_config()
-    low = Low(h, plan.temp((M, N), torch.float32), None if bank.m is None else plan.temp((M, N), torch.float32))
+    low = Low(h, plan.temp((M, N)), None if bank.m is None else plan.temp((M, N)))
     rows = power_of_two(M)
-    (_low if R <= LOW_R else _by_segments)(plan, x, bank, ranks, low, room)
+    (_low if R <= LOW_R else _by_segments)(plan, x, bank, low, room)
     w = bank.W.T
     config = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     if rows * config.BLOCK_N > WIDE:
         config = config._replace(num_warps=max(config.num_warps, room.WARPS))
-    given = {"x": x, "w": w, "out": y, "pre_scale": pre_scale, "M": M, "N": N, "K": K}
-    given |= {"HAS_M": bank.m is not None, "BLOCK_M": rows}
-    plan.launch(multi_small_kernel, (cdiv(N, config.BLOCK_N),), given, low, bank, config, pdl=plan.device.supports_pdl)
+    given = {"x": x, "w": w, "out": y, "pre_scale": pre_scale, "M": M, "N": N, "K": K, "BLOCK_M": rows}
+    plan.launch(multi_small_kernel, "N", given, low, bank, config, pdl=plan.pdl)
 
 
-def _low(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
+def _low(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig) -> None:
     """One launch. Each program forms all of h of its token: no more of them than have room."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
     r = power_of_two(R)
     block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
-    given = {"x": x, "f": bank.A, "b": bank.B, "ranks": ranks, "M": M, "G": G, "K": K, "N": N, "R": R, **strides_of(bank)}
-    given |= {"BLOCK_R": r, "BLOCK_K": block_k, "BLOCK_N": block_n, "BLOCK_G": block_of(G), "PDL": plan.device.supports_pdl}
+    given = {"x": x, "f": bank.A, "b": bank.B, "M": M, "G": G, "K": K, "N": N, "R": R, **strides_of(bank)}
+    given |= {"BLOCK_R": r, "BLOCK_K": block_k, "BLOCK_N": block_n, "BLOCK_G": block_of(G), "PDL": plan.pdl}
     plan.launch(multi_low_kernel, (columns, M), given, low, bank, room, num_warps=room.LOW_WARPS, num_stages=room.STAGES)
 
 
@@ -88,18 +84,17 @@ def strides_of(bank: Any) -> dict[str, int]:
     return named("stride_fr stride_fk stride_bn stride_br", (*bank.A.stride[1:], *bank.B.stride[1:]))
 
 
-def _by_segments(plan: Builder, x: Array, bank: Any, ranks: Array | None, low: Low, room: RoomConfig) -> None:
+def _by_segments(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig) -> None:
     """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
-    parts = max(1, min(8 if R <= 64 else 4 if R <= 128 else 2, K // 256))
-    part, by, pdl = plan.temp((parts, M, R), torch.float32), strides_of(bank), plan.device.supports_pdl
+    parts = parts_of(K, R)
+    part, by, pdl = plan.temp((parts, M, R)), strides_of(bank), plan.pdl
     step = min(128, power_of_two(cdiv(K, parts)))
     span = cdiv(cdiv(K, parts), step) * step
-    of = {"part": part, "ranks": ranks, "M": M, "G": G, "R": R, "PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_G": block_of(G)}
+    of = {"part": part, "M": M, "G": G, "R": R, "PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_G": block_of(G)}
     given = {"x": x, "f": bank.A, "K": K, "span": span, "stride_fk": by["stride_fk"], "stride_fr": by["stride_fr"]}
     tile = {"BLOCK_R": 16, "BLOCK_K": step}
     plan.launch(multi_shrink_kernel, (M, cdiv(R, 16), parts), {**of, **given, **tile}, bank, num_stages=4)
     given = {"b": bank.B, "N": N, "PARTS": parts, "stride_br": by["stride_br"], "stride_bn": by["stride_bn"]}
     tile = {"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R))}
-    grid = (cdiv(N, EXPAND_N), M)
-    plan.launch(multi_expand_kernel, grid, {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)
+    plan.launch(multi_expand_kernel, (cdiv(N, EXPAND_N), M), {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)

@@ -15,25 +15,27 @@ nothing to do where they agree; a few programs share the tiles then, so that doi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora._records import NormOf
-from fdora.triton.copy import in_dtype
-from fdora.triton.hash import WORDS, fingerprint
-from fdora.triton.kernels.norm import choose_kernel, norm_kernel
-from fdora.triton.op import planned
+from fdora.triton.codes import Packed
+from fdora.triton.hash import UNGUARDED, WORDS, Guard, fingerprint
+from fdora.triton.kernels.norm import norm_kernel
+from fdora.triton.norm_codes import squares_of_codes
+from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
-from fdora.triton.split import rows_at_a_time, split_A, split_B
-from fdora.triton.sums import SUM_N, SUM_T, column_sums
-from fdora.triton.tiles.configs import MAX_N, MIN_K, NormConfig, norm_config
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.split import Factors, by_rows
+from fdora.triton.sums import chosen, column_sums
+from fdora.triton.tiles.configs import MIN_K, NormConfig, norm_config
 
-GROUP_N = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
+PATH = "one pass over W, nothing of its size written"
+SPLIT = "; float32 factors as float16 ones of three times the rank"
 
 
 def norm_fwd(of: NormOf) -> Tensor:
@@ -55,123 +57,100 @@ def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tenso
     return c, new_hash
 
 
-class Guard(NamedTuple):
-    """A norm of before, the fingerprint it belongs to, and that of now."""
-
-    c: Array
-    old_hash: Array
-    new_hash: Array
-    in_place: bool  # the norm of now takes the place of c
+@maker("dora_norm", "matrix matrix matrix s", PATH)
+def plan_norm(plan: Builder, W: Array, A: Array, B: Array, s: Scalar, max_bytes: int | None, squared: bool) -> None:
+    norm(plan, W, A, B, s, plan.result("c", W.shape[:1], torch.float32), max_bytes, squared)
 
 
-def hashes_of(guard: Guard | None) -> tuple[Array | None, Array | None]:
-    """The fingerprint of before and that of now."""
-    return (None, None) if guard is None else (guard.old_hash, guard.new_hash)
+@maker("dora_norm where A, B or s changed", "matrix matrix matrix vector vector s", PATH)
+def plan_guarded_norm(
+    plan: Builder,
+    W: Array,
+    A: Array,
+    B: Array,
+    before: Array,
+    old_hash: Array,
+    s: Scalar,
+    max_bytes: int | None,
+    in_place: bool = False,
+) -> None:
+    guarded_norm(plan, W, A, B, s, before, old_hash, max_bytes, in_place)
+    plan.path += "; the kernels return at once where A, B and s are what they were"
 
 
-def plan_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | None, squared: bool) -> Plan:
-    plan = Builder("dora_norm", device)
-    W, A, B = map(plan.matrix, likes)
-    s, c = plan.scalar("s"), plan.result("c", (W.shape[0],), torch.float32)
-    norm(plan, W, A, B, s, c, max_bytes, squared)
-    return plan.plan()
-
-
-def plan_guarded_norm(likes: Sequence[Like | None], device: Device, max_bytes: int | None, in_place: bool = False) -> Plan:
-    plan = Builder("dora_norm where A, B or s changed", device)
-    W, A, B = map(plan.matrix, likes[:3])
-    before, old_hash = plan.vector(likes[3]), plan.vector(likes[4])
-    s, c = plan.scalar("s"), plan.result("c", (W.shape[0],), torch.float32)
-    new_hash = plan.result("fingerprint", (WORDS,), torch.int64)
+def guarded_norm(
+    plan: Builder,
+    W: Array | Packed,
+    A: Array,
+    B: Array,
+    s: Scalar,
+    before: Array,
+    old_hash: Array,
+    max_bytes: int | None = None,
+    in_place: bool = False,
+) -> None:
+    """Results: c and the fingerprint of A, B and s."""
+    c, new_hash = plan.result("c", W.shape[:1], torch.float32), plan.result("fingerprint", (WORDS,), torch.int64)
     fingerprint(plan, A, B, s, new_hash)
-    norm(plan, W, A, B, s, c, max_bytes, False, Guard(before, old_hash, new_hash, in_place))
-    return plan.plan()
+    norm(plan, W, A, B, s, c, max_bytes, guard=Guard(before, old_hash, new_hash, in_place))
 
 
 def norm(
     plan: Builder,
-    W: Array,
+    W: Array | Packed,
     A: Array,
     B: Array,
     s: Scalar,
     c: Array,
-    max_bytes: int | None,
-    squared: bool,
-    guard: Guard | None = None,
+    max_bytes: int | None = None,
+    squared: bool = False,
+    guard: Guard = UNGUARDED,
+    dense: Array | None = None,
+    first: int = 0,
 ) -> None:
-    """max_bytes bounds the partials and the split factors: fewer rows at a time where they would not fit."""
-    (N, K), R = W.shape, A.shape[0]
-    if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
-        A, B = in_dtype(plan, A, torch.float32), in_dtype(plan, B, torch.float32)
-    row_bytes = 4 * max(1, cdiv(K, MIN_K))
-    rows = 0 if A.itemsize == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
-    split = rows > 0
-    if not split:
-        rows = N if max_bytes is None else max(MAX_N, max_bytes // row_bytes)
-    plan.path = "one pass over W, nothing of its size written"
-    if split:
-        plan.path += "; float32 factors as float16 ones of three times the rank"
-    if guard is not None:
-        plan.path += "; the kernels return at once where A, B and s are what they were"
-    hashes = hashes_of(guard)
-    a, by_k = split_A(plan, A, hashes) if split else (A, None)
-    for i in range(0, N, max(1, rows)):
-        part = None if guard is None else guard._replace(c=guard.c.rows(i, i + rows))
-        b, by_n = split_B(plan, B.rows(i, i + rows), hashes) if split else (B.rows(i, i + rows), None)
-        _norm_of_rows(plan, W.rows(i, i + rows), a, b, by_n, by_k, c.rows(i, i + rows), s, squared, part)
+    """Into c (N,) float32. ``max_bytes`` bounds the partials and the split factors: fewer rows at a time where they would not
+    fit. Of a W of codes it is the norm of N rows from ``first`` on, and W goes into ``dense``."""
+    of: Factors | None = None
+    for i, j, of in by_rows(plan, A, B, guard, max_bytes, 4 * max(1, cdiv(W.shape[1], MIN_K))):
+        rows, part = c.rows(i, j), guard.rows(i, j)
+        if isinstance(W, Packed):
+            partial = squares_of_codes(plan, W, of, s, part, dense, first + i)
+        else:
+            partial = _squares(plan, W.rows(i, j), of, s, part)
+        if guard is UNGUARDED:
+            column_sums(plan, partial, rows, sqrt=not squared)
+        else:
+            chosen(plan, partial, rows, part)
+    if of is not None and of.scale_k is not None:
+        plan.path += SPLIT
 
 
-def _norm_of_rows(
-    plan: Builder,
-    W: Array,
-    A: Array,
-    B: Array,
-    by_n: Array | None,
-    by_k: Array | None,
-    c: Array,
-    s: Scalar,
-    squared: bool,
-    guard: Guard | None,
-) -> None:
-    (N, K), R, half = W.shape, A.shape[0], W.itemsize == 2
+def _squares(plan: Builder, W: Array, of: Factors, s: Scalar, guard: Guard) -> Array:
+    """(tiles or strips along K, N): sums of squares of the rows of W + s B A."""
+    (N, K), (A, B, *_), half = W.shape, of, W.itemsize == 2
     aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
     # Pointers that Triton knows to be of 16 bytes: by what it sees of a number, whether 16 divides it. Of B one slab is read.
     whole = half and all(is_tma_compatible(t) and t.stride[0] % 16 == 0 for t in (W, A)) and K % 16 == 0
-    config = norm_config(R, A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
+    config = norm_config(A.shape[0], A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
     tiles = cdiv(K, config.SPAN or config.BLOCK_K)
-    partial = plan.temp((tiles, N), torch.float32)
-    programs = cdiv(N, config.BLOCK_N) * tiles
-    # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
-    pdl = guard is not None and plan.device.supports_pdl
-    if guard is not None or config.TMA:
+    partial = plan.temp((tiles, N))
+    programs, guarded = cdiv(N, config.BLOCK_N) * tiles, guard is not UNGUARDED
+    if guarded or config.TMA:
         programs = min(programs, config.PROGRAMS * plan.device.num_sms)
-    tensors, even = tiled(config, W, A, B)
-    given = {"scale_n": by_n, "scale_k": by_k, "partial": partial, "s": s, "N": N, "K": K, "R": R, "span": config.SPAN or None}
-    given |= named("W A B", tensors) | named("old_hash new_hash", hashes_of(guard))
-    given |= {"GROUP": GROUP_N, "EVEN": even, "WORDS": WORDS}
-    plan.launch(norm_kernel, (programs,), given, config, pdl=pdl)
-    if guard is None:
-        column_sums(plan, partial, c, sqrt=not squared)
-    else:
-        chosen(plan, partial, c, guard)
+    given = tiled(config, W, A, B) | {"partial": partial, "s": s, "span": config.SPAN or None}
+    # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
+    plan.launch(norm_kernel, (programs,), given, of, guard, config, pdl=guarded and plan.pdl)
+    return partial
 
 
-def chosen(plan: Builder, partial: Array, c: Array, guard: Guard) -> None:
-    """The root of the sums of partials, or the norm of before, into c."""
-    (tiles, N), pdl = partial.shape, plan.device.supports_pdl
-    given = {"partial": partial, "out": c, "N": N, "strips": tiles, "KEEP": guard.in_place}
-    given |= {"WORDS": WORDS, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
-    plan.launch(choose_kernel, (cdiv(N, SUM_N),), given, guard, pdl=pdl)
-
-
-def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> tuple[tuple, int]:
-    """W, A and B as a kernel takes them, and what of its tiles is whole: EVEN of kernels/tile.py."""
+def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> dict[str, Any]:
+    """W, A and B as a kernel takes them, their sizes, and what of its tiles is whole: EVEN of kernels/tile.py."""
     n, k, r = config[:3]
     (N, K), R = W.shape, A.shape[0]
-    even = 0 if N % n or K % k else 1 if R % r else 2
-    if config.TMA:
-        return (Tile(W, (n, k)), Tile(A, (r, k)), Tile(B, (n, r))), even
-    return (W, A, B), even
+    found = {"N": N, "K": K, "R": R, "EVEN": 0 if N % n or K % k else 1 if R % r else 2}
+    blocks = ((n, k), (r, k), (n, r))
+    tiles: Iterable[Any] = map(Tile, (W, A, B), blocks) if config.TMA else (W, A, B)
+    return found | named("W A B", tiles)
 
 
 row_norm, _row_norm = planned(

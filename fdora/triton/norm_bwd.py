@@ -35,10 +35,10 @@ from fdora.triton.kernels.norm_bwd import (
     norm_tokens_kernel,
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
-from fdora.triton.op import planned
+from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Scalar, Tile
 from fdora.triton.tiles.configs import power_of_two
 
 BLOCK_N, BLOCK_J = 64, 128
@@ -51,7 +51,7 @@ SERVED = (torch.bfloat16,)  # of W
 
 
 class Given(NamedTuple):
-    """What a plan has, where the gradients go, and what they are added to."""
+    """What a plan has, where the gradients go, what they are added to, and the sizes, by the kernels' names of them."""
 
     dc: Array
     W: Array
@@ -63,6 +63,13 @@ class Given(NamedTuple):
     dB: Array | None
     onto_A: Array | None
     onto_B: Array | None
+    N: int
+    K: int
+    R: int
+
+    @property
+    def needs(self) -> tuple[bool, bool]:
+        return self.dA is not None, self.dB is not None
 
 
 def norm_bwd(
@@ -79,125 +86,121 @@ def serves(W: Tensor) -> bool:
     return W.dtype in SERVED and W.numel() > 0
 
 
-def plan_norm_bwd(likes: Sequence[Like | None], device: Device, needs: tuple[bool, bool]) -> Plan:
-    plan = Builder("gradient through the norm", device)
-    dc, W, A, B, c = plan.vector(likes[0]), *map(plan.operand, likes[1:4]), plan.vector(likes[4])
-    s, (N, K), R = plan.scalar("s"), W.shape, A.shape[0]
-    dA, dB = (form and plan.result(name, *form) for name, form in zip(("dA", "dB"), _forms(A, B, needs), strict=True))
-    onto_A, onto_B = (None if t is None else dense(plan, t) for t in [*map(plan.operand, likes[5:])])
-    t, f32, half = W.dtype, torch.float32, A.dtype == B.dtype == W.dtype
-    of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B)
-    if A.shape[0] <= (WHOLE if half else WHOLE // 2):  # of three tf32 products sm_80 spills above
+@maker("gradient through the norm", "vector operand operand operand vector s operand operand")
+def plan_norm_bwd(
+    plan: Builder,
+    dc: Array,
+    W: Array,
+    A: Array,
+    B: Array,
+    c: Array,
+    s: Scalar,
+    onto_A: Array | None,
+    onto_B: Array | None,
+    needs: tuple[bool, bool],
+) -> None:
+    dA, dB = plan.wanted(("dA", "dB"), _forms(A, B, needs))
+    onto_A, onto_B = (None if t is None else dense(plan, t) for t in (onto_A, onto_B))
+    t, half = W.dtype, A.dtype == B.dtype == W.dtype
+    (N, K), R = W.shape, A.shape[0]
+    of = Given(dc, W, A, B, c, s, dA, dB, onto_A, onto_B, N, K, R)
+    if (WHOLE if half else WHOLE // 2) >= R:  # of three tf32 products sm_80 spills above
         plan.path = "all products with W in one pass, nothing of its size written"
-        _pass(plan, of)
-        return plan.plan()
+        return _pass(plan, of)
     plan.path = "two products with W, nothing of its size written"
     if half:
-        _as_tokens(plan, of)
-        return plan.plan()
-    if dA is not None:
+        return _as_tokens(plan, of)
+    if of.dA is not None:
         terms = 1 if B.dtype == t else 2
         slopes, wide = _terms(plan, B, t, terms, dc, c)
-        parts, gram = plan.temp((terms * R, K), f32), plan.temp((R, R), f32)
+        parts, gram = plan.temp((terms * R, K)), plan.temp((R, R))
         plan.product(parts, slopes.T, W)
         plan.product(gram, (slopes if wide is None else wide).T, B)
         _finish(plan, parts, gram, of, True, terms)
-    if dB is not None:
+    if of.dB is not None:
         terms = 1 if A.dtype == t else 2
         a = A if terms == 1 else _terms(plan, A.T, t, terms)[0].T
-        parts, gram = plan.temp((N, terms * R), f32), plan.temp((R, R), f32)
+        parts, gram = plan.temp((N, terms * R)), plan.temp((R, R))
         plan.product(parts, W, a.T)
         plan.product(gram, A, A.T)
         _finish(plan, parts, gram, of, False, terms)
-    return plan.plan()
 
 
 def _as_tokens(plan: Builder, of: Given) -> None:
     """By the layer's own product (gemm.py): dA is dx of r tokens whose dz is s (q B)^T; dB has the rows of W for tokens, and A
     for a weight."""
-    _, W, A, B, _, _, dA, dB, onto_A, onto_B = of
-    (N, K), R, t, f32 = W.shape, A.shape[0], W.dtype, torch.float32
-    needs = (dA is not None, dB is not None)
+    W, A, N, R = of.W, of.A, of.N, of.R
+    needs, t = of.needs, W.dtype
     dz = plan.temp((R, N), t, (cdiv(N, 8) * 8, 1)) if needs[0] else None  # rows that begin at 16 bytes, for TMA
-    slopes = plan.temp((N,), f32) if needs[1] else None
-    given = {"dz": dz, "out": slopes, "N": N, "R": R, **named("NEED_A NEED_B", needs), "BLOCK_N": BLOCK_N, "BLOCK_R": 64}
-    plan.launch(norm_tokens_kernel, (cdiv(N, BLOCK_N), cdiv(R, 64)), given, of)
-    parts = [plan.temp((GRAM_PARTS, R, R), f32) if need else None for need in needs]
+    slopes = plan.temp((N,)) if needs[1] else None
+    given = {"dz": dz, "out": slopes, "BLOCK_N": BLOCK_N, "BLOCK_R": 64}
+    plan.launch(norm_tokens_kernel, "N R", given, of)
+    parts = [plan.temp((GRAM_PARTS, R, R)) if need else None for need in needs]
     grams = [plan.temp((R, R), t) if need else None for need in needs]
     given = {**named("parts_A parts_B", parts), "PARTS": GRAM_PARTS}
-    sizes = {"dz": dz, "N": N, "K": K, "R": R, "BLOCK": GRAM, "BLOCK_N": GRAM}
-    plan.launch(norm_grams_kernel, (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)), {**given, **sizes}, of)
+    tile = {"dz": dz, "BLOCK": GRAM, "BLOCK_N": GRAM}
+    plan.launch(norm_grams_kernel, (cdiv(R, GRAM) ** 2, GRAM_PARTS * sum(needs)), given | tile, of)
     given |= {**named("gram_A gram_B", grams), "size": R * R, "BLOCK": 1024}
     plan.launch(norm_grams_add_kernel, (cdiv(R * R, 1024), sum(needs)), given, of)
     if _both_at_once(plan, of, dz, grams, slopes):
         return
-    if dA is not None:
+    if of.dA is not None:
         assert dz is not None and grams[0] is not None
-        onto = NO_EPILOGUE if onto_A is None else Epilogue("accumulate", residual=onto_A)
-        gemm(plan, dA, dz, grams[0], Operand(W, A, trans=False), onto)
-    if dB is not None:
+        onto = NO_EPILOGUE if of.onto_A is None else Epilogue("accumulate", residual=of.onto_A)
+        gemm(plan, of.dA, dz, grams[0], Operand(W, A, trans=False), onto)
+    if of.dB is not None:
         assert grams[1] is not None
-        gemm(plan, dB, W, B, Operand(A, grams[1], trans=True), Epilogue("rows", m=slopes, residual=onto_B))
+        gemm(plan, of.dB, W, of.B, Operand(A, grams[1], trans=True), Epilogue("rows", m=slopes, residual=of.onto_B))
 
 
 def _both_at_once(plan: Builder, of: Given, dz: Any, grams: Sequence[Any], slopes: Array | None) -> bool:
     """One launch for both, where large tiles of one leave multiprocessors idle and those of both find room."""
-    _, W, A, B, _, _, dA, dB, onto_A, onto_B = of
-    if dA is None or dB is None:
+    if of.dA is None or of.dB is None:
         return False
-    (N, K), R = W.shape, A.shape[0]
-    programs = cdiv(R, TALL) * (cdiv(K, WIDE) + cdiv(N, WIDE))
-    on, arrays = plan.device, (dz, *grams, W, A, B, dA, dB, onto_A, onto_B)
-    fits = all(t is None or is_tma_compatible(t) for t in arrays)
+    programs, on = cdiv(of.R, TALL) * (cdiv(of.K, WIDE) + cdiv(of.N, WIDE)), plan.device
+    left, right, tall, wide, deep = (TALL, DEEP), (DEEP, WIDE), (TALL, WIDE // 2), (WIDE, TALL // 2), (WIDE, DEEP)
+    of_A = {"dz": (dz, left), "w_right": (of.W, right), "gram_A": (grams[0], left), "a_right": (of.A, right)}
+    of_B = {"w_left": (of.W, deep), "a": (of.A, left), "B": (of.B, deep), "gram_B": (grams[1], left)}
+    ends = {"onto_A": (of.onto_A, tall), "dA": (of.dA, tall), "onto_B": (of.onto_B, wide), "dB": (of.dB, wide)}
+    tiles = {name: None if t is None else Tile(t, block) for name, (t, block) in (of_A | of_B | ends).items()}
+    fits = all(tile is None or is_tma_compatible(tile.array) for tile in tiles.values())
     if not (on.capability == 90 and fits and programs <= on.num_sms < 2 * programs):
         return False
-    left, right, tall, wide = (TALL, DEEP), (DEEP, WIDE), (TALL, WIDE // 2), (WIDE, TALL // 2)
-    tiles = {
-        "dz": Tile(dz, left),
-        "w_right": Tile(W, right),
-        "gram_A": Tile(grams[0], left),
-        "a_right": Tile(A, right),
-        "onto_A": None if onto_A is None else Tile(onto_A, tall),
-        "dA": Tile(dA, tall),
-        "w_left": Tile(W, (WIDE, DEEP)),
-        "a": Tile(A, left),
-        "B": Tile(B, (WIDE, DEEP)),
-        "gram_B": Tile(grams[1], left),
-        "onto_B": None if onto_B is None else Tile(onto_B, wide),
-        "dB": Tile(dB, wide),
-    }
-    given = {"slopes": slopes, "N": N, "K": K, "R": R, "TALL": TALL, "WIDE": WIDE, "BLOCK_K": DEEP}
-    plan.launch(norm_products_kernel, (programs,), {**tiles, **given}, num_warps=8, num_stages=4)
+    given = tiles | {"slopes": slopes, "TALL": TALL, "WIDE": WIDE, "BLOCK_K": DEEP}
+    plan.launch(norm_products_kernel, (programs,), given, of, num_warps=8, num_stages=4)
     return True
 
 
 def _pass(plan: Builder, of: Given) -> None:
     """Two launches: all sums, in parts, and what adds them up."""
-    _, W, A, B, _, _, dA, dB, *_ = of
-    (N, K), R, f32 = W.shape, A.shape[0], torch.float32
+    W, N, K, R = of.W, of.N, of.K, of.R
     block_r, ms = power_of_two(R), plan.device.num_sms
     wgmma = 90 <= plan.device.capability < 120  # elsewhere operands live in registers, and large tiles spill
     block_n, block_k = PASS_OF_LARGE if W.nbytes > LARGE and block_r <= 16 and wgmma else PASS
     rows = _span(N, block_n, 3 * ms // 2 // cdiv(K, block_k))
     columns = _span(K, block_k, 3 * ms // 2 // cdiv(N, block_n))
-    parts = {"A": cdiv(N, rows), "B": cdiv(K, columns)}
-    each = {"A": (dA, (parts["A"], R, K)), "B": (dB, (parts["B"], R, N))}
-    sums = [None if d is None else plan.temp(shape, f32) for d, shape in each.values()]
-    grams = [None if d is None else plan.temp((GRAMS, R, R), f32) for d in (dA, dB)]
-    needs = (dA is not None, dB is not None)
-    programs = GRAMS * sum(needs) + needs[0] * cdiv(K, block_k) * parts["A"] + needs[1] * cdiv(N, block_n) * parts["B"]
-    wide = [f.dtype != W.dtype for f in (A, B)]
+    parts, shapes = (cdiv(N, rows), cdiv(K, columns)), ((R, K), (R, N))
+    needs = of.needs
+    sums = [plan.temp((n, *shape)) if need else None for n, shape, need in zip(parts, shapes, needs, strict=True)]
+    grams = [plan.temp((GRAMS, R, R)) if need else None for need in needs]
+    programs = GRAMS * sum(needs) + needs[0] * cdiv(K, block_k) * parts[0] + needs[1] * cdiv(N, block_n) * parts[1]
+    wide = [f.dtype != W.dtype for f in (of.A, of.B)]
     terms = [2 if wide[1] or block_r <= WHOLE // 2 else 1, 1 + wide[0]]  # of q B and of A; sm_80 spills with more at r = 64
-    gram_block = 32 if any(wide) else min(256, 4096 // block_r)
-    precision = [("tf32x3" if plan.device.capability else "ieee") if w else None for w in wide]
-    given = {**named("parts_A parts_B", sums), **named("gram_A gram_B", grams), "N": N, "K": K, "R": R, "GRAMS": GRAMS}
-    given |= {**named("PRECISION_A PRECISION_B", precision), "BLOCK_R": block_r}
-    tile = {"rows_of_part": rows, "columns_of_part": columns, "GRAM_BLOCK": gram_block, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    plan.launch(norm_pass_kernel, (programs,), {**given, **named("TERMS_A TERMS_B", terms), **tile}, of)
+    precision = [_precision(plan) if w else None for w in wide]
+    given = named("parts_A parts_B gram_A gram_B PRECISION_A PRECISION_B", (*sums, *grams, *precision))
+    given |= {"GRAMS": GRAMS, "BLOCK_R": block_r}
+    tile = {"rows_of_part": rows, "columns_of_part": columns, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    tile |= {"GRAM_BLOCK": 32 if any(wide) else min(256, 4096 // block_r), **named("TERMS_A TERMS_B", terms)}
+    plan.launch(norm_pass_kernel, (programs,), given | tile, of)
     block_i, block_j = min(32, block_r), 64
     tiles = needs[0] * cdiv(K, block_j) + needs[1] * cdiv(N, block_j)
-    given |= {**named("PARTS_A PARTS_B", parts.values()), "BLOCK_J": block_j, "BLOCK_I": block_i}
+    given |= {**named("PARTS_A PARTS_B", parts), "BLOCK_J": block_j, "BLOCK_I": block_i}
     plan.launch(norm_add_kernel, (tiles, cdiv(R, block_i)), given, of, num_stages=2)
+
+
+def _precision(plan: Builder) -> str:
+    """Of products of float32: digits of float32."""
+    return "tf32x3" if plan.device.capability else "ieee"
 
 
 def _span(length: int, block: int, parts: int) -> int:
@@ -210,23 +213,20 @@ def _terms(
 ) -> tuple[Array, Array | None]:
     """(N, r) -> (N, terms r); of two terms with dc also (N, r) in float32."""
     (N, R), with_q = B.shape, dc is not None
-    out, block_r = plan.temp((N, terms * R), t), block_of(R)
-    wide = plan.temp((N, R), torch.float32) if with_q and terms == 2 else None
+    out, wide = plan.temp((N, terms * R), t), plan.temp((N, R)) if with_q and terms == 2 else None
     given = {"dc": dc, "c": c, "B": B, "out": out, "wide": wide, "N": N, "R": R, "WITH_Q": with_q, "TERMS": terms}
-    grid = (cdiv(N, BLOCK_N), cdiv(R, block_r))
-    plan.launch(norm_terms_kernel, grid, {**given, "BLOCK_N": BLOCK_N, "BLOCK_R": block_r})
+    plan.launch(norm_terms_kernel, "N R", given | {"BLOCK_N": BLOCK_N, "BLOCK_R": block_of(R)})
     return out, wide
 
 
 def _finish(plan: Builder, parts: Array, gram: Array, of: Given, of_A: bool, terms: int) -> None:
-    (N, K), R, half = of.W.shape, of.A.shape[0], (of.A if of_A else of.B).itemsize == 2
+    R, half, length = of.R, (of.A if of_A else of.B).itemsize == 2, of.K if of_A else of.N
     # float32 digits: three tf32 products, and registers to split the operands
     block, block_j = (block_of(R), BLOCK_J) if half else (min(32, block_of(R)), BLOCK_J // 2)
     given = {"parts": parts, "G": gram, **named("onto out", (of.onto_A, of.dA) if of_A else (of.onto_B, of.dB))}
-    given |= {"N": N, "K": K, "R": R, "OF_A": of_A, "TERMS": terms, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block}
-    given |= {"PRECISION": None if half else "tf32x3" if plan.device.capability else "ieee"}
-    grid = (cdiv(R, block), cdiv(K if of_A else N, block_j))
-    plan.launch(norm_bwd_finish_kernel, grid, given, of, num_stages=3 if half else 2)
+    given |= {"OF_A": of_A, "TERMS": terms, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block}
+    given |= {"PRECISION": None if half else _precision(plan)}
+    plan.launch(norm_bwd_finish_kernel, (cdiv(R, block), cdiv(length, block_j)), given, of, num_stages=3 if half else 2)
 
 
 def block_of(R: int) -> int:

@@ -13,15 +13,14 @@ from fdora._records import WIDTH
 from fdora._torch import capturing, foreach_clone, needs_dispatcher
 from fdora.triton.norm import plan_guarded_norm, plan_norm
 from fdora.triton.op import op
-from fdora.triton.operands import with_norms
+from fdora.triton.operands import any_norms, with_norms
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.tree import parts_of, room, unplanned
 from fdora.triton.tree_kept import keep_for_graphs, norms_of_call
+from fdora.triton.tree_table import Scales, Tensors
 
-Tensors = Sequence[Tensor]
 
-
-def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:
+def norms_of_kept(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Tensors:
     """Of each (W, A, B, s, c, old_hash) a copy of c, after c and old_hash were brought up to date."""
     W, *rest = (list(each) for each in zip(*layers, strict=True))
     whole = (row_norms_kept if needs_dispatcher(W[0]) else _row_norms_kept)(W, *rest)
@@ -40,7 +39,7 @@ def _giver_of(old_hash: Tensor) -> Any:
     return giver
 
 
-def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: Tensors, old_hash: Tensors) -> Tensor:
+def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Scales, c: Tensors, old_hash: Tensors) -> Tensor:
     """One behind the other as in a model's norms, where whoever asked may write."""
     found = []
     for i, seen in enumerate(old_hash):
@@ -51,7 +50,7 @@ def _row_norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], c: T
     return torch.cat(found)
 
 
-def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors, fresh: bool = False) -> Sequence[Tensor]:
+def norms_now(operands: Sequence[Any], s: Scales, old_hash: Tensors, fresh: bool = False) -> Tensors:
     """Of layers one behind the other (fdora/_records.py), for an op that reads them at once: they may be another's memory.
 
     ``fresh``: they are nobody else's, and none is a part of another.
@@ -82,21 +81,26 @@ def norms_now(operands: Sequence[Any], s: Sequence[float], old_hash: Tensors, fr
     return _rest_of(found, W, A, B, s, old_hash, fresh)
 
 
-def run_asking(
-    planned: Callable[..., Any], seen: Tensors, keep: bool, x: Tensor, operands: Sequence[Any], s: Any, *how: Any
-) -> Any:
-    """Runs planned(x, operands, s, ...): where there is ``seen``, with the norms of now, which come last in what it returns if
-    somebody keeps them."""
-    if not seen:
-        return run(*planned(x, operands, s, *how))
-    c = norms_now(operands, s, seen, keep)
-    results = run(*planned(x, with_norms(operands, c), s, *how))
-    return (*results, *c) if keep else results
+def asking(name: str, schema: str, divide: Callable[..., Any], fake: Callable) -> tuple[Any, Callable[..., Any]]:
+    """As ``planned`` of op.py: an op of (x, operands, s, ..., seen, keep) whose layers, where there is ``seen``, come without
+    norms: it runs divide(x, operands, s, ...) with those of now, which come last in what it returns if somebody keeps them."""
+
+    def call(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> tuple[Tensor, ...]:
+        *how, seen, keep = options
+        if not seen:
+            return run(*divide(x, operands, s, *how))
+        c = norms_now(operands, s, seen, keep)
+        results = run(*divide(x, with_norms(operands, c), s, *how))
+        return (*results, *c) if keep else results
+
+    def counted(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> Any:
+        *how, seen, _ = options  # who counts flops has not asked
+        return divide(x, with_norms(operands, any_norms(operands)) if seen else operands, s, *how)
+
+    return op(name, schema, call, fake, counted), call
 
 
-def _rest_of(
-    found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Sequence[float], old_hash: Tensors, fresh: bool
-) -> Sequence[Tensor]:
+def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Scales, old_hash: Tensors, fresh: bool) -> Tensors:
     """What nobody gave."""
     givers_of = [_giver_of(seen) for seen in old_hash]
     if all([giver is not None and giver.norms is not None for giver in givers_of]):  # who tell forget_norms

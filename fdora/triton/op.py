@@ -7,7 +7,8 @@ and their formulas are in fdora/autograd: called by name, ``torch.ops.fdora.*`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -15,11 +16,44 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fdora._torch import call_directly, library_of
-from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import Maker, caller, plan_for
 
 # As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)
 STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+Likes = Sequence[Any]  # of Like and None
+
+
+def maker(name: str, reads: str, path: str = "") -> Callable[[Callable[..., None]], Maker]:
+    """Return what makes the maker of a plan of this name out of a function that writes it.
+
+    The function is given the builder, the arguments, and then the options. ``reads`` says how the builder reads each argument,
+    in order; ``s`` stands for the scalar of that name and ``rest``, at the end, for the likes of whatever arguments follow,
+    which the function reads. ``path``: where all of its plans have the same.
+    """
+    kinds = reads.split()
+
+    def made_by(write: Callable[..., None]) -> Maker:
+        def make(likes: Sequence[Like | None], device: Device, *options: Any) -> Plan:
+            plan, given = Builder(name, device), iter(likes)
+            read: list[Any] = []
+            for kind in kinds:
+                if kind == "s":
+                    read.append(plan.scalar("s"))
+                else:
+                    read.append([*given] if kind == "rest" else getattr(plan, kind)(next(given)))
+            assert not [*given], f"{name} reads {reads}"
+            plan.path = path
+            write(plan, *read, *options)
+            return plan.plan()
+
+        update_wrapper(make, write)
+        del make.__wrapped__  # type: ignore[attr-defined]  # its signature is another one
+        return make
+
+    return made_by
 
 
 def planned(

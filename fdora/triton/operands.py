@@ -16,10 +16,9 @@ from torch import Tensor
 from fdora._records import WIDTH, Operands
 from fdora.quant import QuantWeight
 from fdora.triton.codes import coded_of, packed, tensors_of, weights_of, written
+from fdora.triton.op import Likes
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array
-
-Likes = Sequence[Any]  # of Like and None
 
 
 def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
@@ -103,5 +102,12 @@ def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], number
     return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
 
 
-def fake_norms(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
-    return [x.new_empty(la.W.shape[0], dtype=torch.float32) for la in layers if forms_norm(la)]
+def forms_in(dtype: torch.dtype, shapes: Sequence[Any]) -> list[Any]:
+    """Those of results, None for None."""
+    return [shape and (shape, dtype) for shape in shapes]
+
+
+def fake_results(x: Tensor, forms: Sequence[Any], layers: Sequence[Any], keep: bool) -> list[Tensor]:
+    """``keep``: and the norms that nobody gave."""
+    norms = [((la.W.shape[0],), torch.float32) for la in layers if keep and forms_norm(la)]
+    return [x.new_empty(form[0], dtype=form[1]) for form in (*forms, *norms) if form is not None]

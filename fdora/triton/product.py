@@ -15,10 +15,9 @@ from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
 from fdora.triton.kernels.product import rest_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import rest_config
-from fdora.triton.tiles.product import Way, product_way
+from fdora.triton.tiles.product import Ask, Way, product_way
 
 
 def scaled_product(
@@ -67,7 +66,7 @@ def summed_product(
 def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None) -> Way:
     (M, K), N, r, on = x.shape, out.shape[1], h.shape[1], plan.device
     trans_b, tma = by_tma(x, right, out, beside)
-    return product_way(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms)
+    return product_way(Ask(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms))
 
 
 def rest(
@@ -83,11 +82,5 @@ def rest(
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
-    config = rest_config(r)
-    plan.launch(
-        rest_kernel,
-        (cdiv(M, config.BLOCK_M) * cdiv(N, config.BLOCK_N),),
-        {"base": base, "h": h, "b": b, "out": out, "pre_scale": pre_scale, "M": M, "N": N, "R": r, "GROUP_M": 8},
-        config,
-        epilogue,
-    )
+    given = {"base": base, "h": h, "b": b, "out": out, "pre_scale": pre_scale, "M": M, "N": N, "R": r, "GROUP_M": 8}
+    plan.launch(rest_kernel, "MN", given, rest_config(r), epilogue)

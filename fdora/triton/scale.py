@@ -19,13 +19,30 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdora._records import Dropout
 from fdora.triton.kernels.scale import finish_kernel, scale_kernel
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, grid_of
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.configs import ScaleConfig, long_strip, scale_config
 
-FINISH_N, FINISH_T = 32, 32
+FINISH = {"BLOCK_N": 32, "BLOCK_T": 32}
+
+
+class Given(NamedTuple):
+    """What the backward of one layer reads, and where its gradients go; dx may have those of other layers already."""
+
+    dy: Array
+    x: Any
+    la: Any
+    s: Scalar
+    h: Any
+    saved: Array | None  # what was kept of the output, or of the value before g
+    pre_scale: bool
+    grads: Any
+    dropout: Dropout
+    dx: Array | None = None
+    accumulate: bool = False
 
 
 class Sums(NamedTuple):
@@ -55,40 +72,26 @@ def tiny_of(dtype: torch.dtype) -> float:
     return info.tiny / info.eps
 
 
-def scale_backward(
-    plan: Builder,
-    dy: Array,
-    saved: Array | None,
-    pre_scale: bool,
-    x: Array | None,
-    la: Any,
-    h: Array | None,
-    out: Sums,
-    config: ScaleConfig,
-) -> None:
+def scale_backward(plan: Builder, of: Given, out: Sums, config: ScaleConfig) -> None:
     """dy, saved (M, N) with adjacent columns; W, B, m and c of the layer; h is s x A^T. Without m: the sums of dy alone.
     Without W the gradients of lost columns, if there are any, are left to others (scaled_weight.py)."""
-    M, N = dy.shape
-    K, r = (1 if la.W is None else la.W.shape[1]), (1 if h is None else h.shape[1])
+    la, (M, N), early = of.la, of.dy.shape, plan.pdl
+    K, r = (1 if la.W is None else la.W.shape[1]), (1 if of.h is None else of.h.shape[1])
     need_m, block_r = out.dm is not None or out.dc is not None, 0 if out.dB is None else config.BLOCK_R
     strips = cdiv(M, config.ROWS)
-    assert pre_scale or not need_m or la.bias is None  # linear.py saves pre_scale there
+    assert of.pre_scale or not need_m or la.bias is None  # linear.py saves pre_scale there
     single = strips == 1
-
-    def partial(need: bool, *shape: int) -> Array | None:
-        return plan.temp(shape, torch.float32) if need and not single else None
-
-    given = {"dy": dy, "x": x, "w": la.W, "h": h, "b": la.B, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(dy.dtype)}
-    given |= {
-        "partial_m": partial(need_m, strips, N),
-        "partial_bias": partial(out.dbias is not None, strips, N),
-        "partial_B": partial(block_r > 0, strips, N, r),
+    shapes: dict[str, Any] = {
+        "m": need_m and (strips, N),
+        "bias": out.dbias is not None and (strips, N),
+        "B": block_r and (strips, N, r),
     }
-    finish = not single and (need_m or out.dbias is not None or block_r > 0)
-    given |= {"BLOCK_R": block_r, "SAVED_PRE_SCALE": pre_scale, "REDO": la.W is not None}
-    given |= {"PDL": finish and plan.device.supports_pdl}  # the sums are resident when the last strip ends
+    partials = {f"partial_{name}": plan.temp(s) if s and not single else None for name, s in shapes.items()}
+    finish = not single and any(shapes.values())
+    given = {"w": la.W, "b": la.B, "M": M, "N": N, "K": K, "R": r, "tiny": tiny_of(of.dy.dtype), **partials}
+    given |= {"BLOCK_R": block_r, "SAVED_PRE_SCALE": of.pre_scale}
+    given |= {"PDL": finish and early}  # the sums are resident when the last strip ends
     grid, flat = grid_of(cdiv(N, config.BLOCK_N), strips)
-    plan.launch(scale_kernel, grid, {**given, "saved": saved, "SINGLE": single, "FLAT": flat}, out, la, config)
+    plan.launch(scale_kernel, grid, given | {"SINGLE": single, "FLAT": flat}, of, out, la, config)
     if finish:
-        blocks = {"strips": strips, "BLOCK_N": FINISH_N, "BLOCK_T": FINISH_T}
-        plan.launch(finish_kernel, (cdiv(N, FINISH_N),), {**given, **blocks}, out, la, pdl=plan.device.supports_pdl)
+        plan.launch(finish_kernel, "N", given | {"strips": strips} | FINISH, of, out, la, pdl=early)

@@ -18,11 +18,9 @@ Of a large W only some columns are scaled at a time: each product writes those c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
-from fdora._records import Dropout
 from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import by_g, gradient, in_dtype
@@ -31,7 +29,8 @@ from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.plan import Array
+from fdora.triton.scale import Given
 from fdora.triton.small import is_small
 from fdora.triton.tiles.waves import gpu_of
 
@@ -39,26 +38,14 @@ COLUMNS, AT_ONCE = 512, 2**28  # parts of W are multiples of so many columns, an
 LAUNCHES = 8.0  # us: what scales W, B and dB, by kernels of their own
 
 
-class Given(NamedTuple):
-    """What the backward of one layer with an adapter reads, and where its gradients beside dx go."""
-
-    dy: Array
-    x: Array
-    la: Any
-    s: Scalar
-    h: Array | None
-    kept: Array | None
-    pre_scale: bool
-    grads: Any
-
-
-def takes_g(on: Device, la: Any, x: Array, dropout: Dropout, pre_scale: bool) -> bool:
+def takes_g(on: Device, of: Given) -> bool:
     """Whether W takes g in the place of dy. Columns of codes that a bias drowns in y want W itself."""
+    la, x = of.la, of.x
     half = x.dtype != torch.float32
-    if (half and is_small(x.shape[0])) or (la.seed is not None and dropout.mode == "peft"):
+    if (half and is_small(x.shape[0])) or (la.seed is not None and of.dropout.mode == "peft"):
         return False
     if isinstance(la.W, Packed):
-        return la.bias is None or pre_scale
+        return la.bias is None or of.pre_scale
     N, K = la.W.shape
     return half and la.W.stride[1] == 1 and moves_less(x.shape[0], N, K, on)
 
@@ -69,28 +56,26 @@ def moves_less(M: int, N: int, K: int, on: Device) -> bool:
     return saved > LAUNCHES * gpu_of(on.capability, on.num_sms).bytes
 
 
-def scaled_backward(
-    plan: Builder, given: Given, p: float, dx: Array, dx_of: Callable[[Array, Array, Array, Array], str]
-) -> str:
-    """``dx_of`` takes columns of dx, and those of g W and of A, and dh, and says how. ``p``: of "lora" dropout, where the layer
-    has a seed."""
-    dy, x, la, s, h, kept, pre_scale, grads = given
+def scaled_backward(plan: Builder, of: Given, dx_of: Callable[[Array, Array, Array, Array], str]) -> str:
+    """``dx_of`` takes columns of dx, and those of g W and of A, and dh, and says how."""
+    dy, x, la, s, h = of[:5]
+    grads, p, dx = of.grads, of.dropout.p, of.dx
     t, g, (r, K), coded = x.dtype, G(la.m, la.c), la.A.shape, isinstance(la.W, Packed)
     long = scale.long_strip_of(plan, dy, r)
-    both = not long and grads.A is not None and grads.B is not None and at_once(x, dy, r, plan.device.capability)
+    both = not long and at_once(plan.device, of)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both, long)
     sums = scale.Sums(dm=grads.m, dc=grads.c, dbias=grads.bias, dB=grads.B if config.BLOCK_R else None)
     if any(each is not None for each in sums):
-        scale.scale_backward(plan, dy, kept, pre_scale, x, la._replace(W=None) if coded else la, h, sums, config)
-    if coded and not pre_scale and (grads.m is not None or grads.c is not None):
-        assert h is not None
-        redo_lost(plan, la.W, dy, x, h, la.B, g, grads.m, grads.c)
+        scale.scale_backward(plan, of._replace(la=la._replace(W=None)) if coded else of, sums, config)
+    if coded:
+        redo(plan, of)
     dh, gB = plan.temp((x.shape[0], r), t), plan.temp(la.B.shape, t)
     by_g(plan, la.B, *g, gB)
     plan.product(dh, dy, gB, s)
     A, how = in_dtype(plan, la.A, t), ""
     width = columns_of(la.W.shape, t.itemsize) if la.seed is None else K  # a mask counts the columns of all of dx
     W = room(plan, (la.W.shape[0], width), t)
+    assert dx is not None
     for i in range(0, K, max(1, width)):
         j = min(K, i + width)
         part = W.columns(0, j - i)
@@ -100,17 +85,22 @@ def scaled_backward(
             by_g(plan, la.W.columns(i, j), *g, part)
         how = dx_of(dx.columns(i, j), part, A.columns(i, j), dh)
     if both:
-        assert h is not None
         factor_gradients(plan, drop(plan, x, la.seed, p), dh, grads.A, dy, h, grads.B, g=g)
         return how
     if grads.A is not None:
         gradient(plan, grads.A, dh.T, drop(plan, x, la.seed, p))
     if grads.B is not None and sums.dB is None:
-        assert h is not None
-        wide = grads.B if grads.B.dtype == torch.float32 else plan.temp(grads.B.shape, torch.float32)
+        wide = grads.B if grads.B.dtype == torch.float32 else plan.temp(grads.B.shape)
         plan.product(wide, dy.T, h)
         by_g(plan, wide, *g, grads.B)
     return how
+
+
+def redo(plan: Builder, of: Given) -> None:
+    """What the columns of a W of codes lost in y, where something is asked of them."""
+    la, grads = of.la, of.grads
+    if not of.pre_scale and (grads.m is not None or grads.c is not None):
+        redo_lost(plan, la.W, of.dy, of.x, of.h, la.B, G(la.m, la.c), grads.m, grads.c)
 
 
 def columns_of(shape: tuple[int, int], itemsize: int) -> int:

@@ -5,6 +5,18 @@
 
 On sm_90 and later the second kernel starts while the first one runs (programmatic dependent launch): it streams its part of
 W and waits for h only before the products with B, so h costs next to nothing.
+
+A W of codes is read once as they are stored, and decoded where they are multiplied. Where columns are too few to fill the GPU,
+K is split too, and the second launch becomes two:
+
+    parts of x W                     one program per few columns and part of K
+    out = g (sum + h B) + bias       one program per few columns; parts are added in their order
+
+Above r = 64 h B is one of the parts, whose programs read B while others read codes: 14336 x 4096, r = 384, one token, 0.039 ms
+before and 0.032 so (H200).
+
+Each weight is value(code) * scale in float32, rounded once to the dtype of x: the number that a dense W of that dtype holds.
+So y is that of the dense way up to the order of a sum. Nothing of the size of W is written.
 """
 
 from __future__ import annotations
@@ -13,12 +25,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.kernels.small import shrink_kernel, small_kernel
+from fdora.quant import Lut4
+from fdora.triton.codes import Packed, decoding, groups_of, has_ptx
+from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
+from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
+
+BESIDE = 64  # above this rank h B is a part beside those of x W
+Config = SmallConfig | CodesConfig
 
 
 def is_small(tokens: int) -> bool:
@@ -26,8 +45,17 @@ def is_small(tokens: int) -> bool:
     return tokens <= LIMIT
 
 
-def narrow(plan: Builder, x: Array, w: Array, r: int) -> bool:
-    """(M, K) (K, N), W dense: whether the pass of this file is predicted to be faster than the product of gemm.py."""
+def why_many(x: Array) -> str:
+    """In words, of tokens that do not take this way."""
+    return f"more than {LIMIT} tokens" if x.shape[0] > LIMIT else "predicted faster than one pass over W"
+
+
+def is_few(plan: Builder, x: Array, la: Any, forward: bool) -> bool:
+    """Of x (M, K), or of dy in backward: whether the pass of this file takes the layer. With a dense W it does where it is
+    predicted to be faster than the product of gemm.py."""
+    if la.A is None or isinstance(la.W, Packed):
+        return is_small(x.shape[0])
+    w, r = la.W.T if forward else la.W, la.A.shape[0]
     (M, K), N, on = x.shape, w.shape[1], plan.device
     return takes_narrow_tiles(M, N, K, r, w.stride[1] != 1, is_tma_compatible(x), on.capability, on.num_sms)
 
@@ -78,73 +106,104 @@ class Ends(NamedTuple):
         return True
 
 
-def forward_ends(la: Any, s: Scalar, out: Out) -> Ends:
-    return Ends(out.h, la.B.T, out.y, out.pre_scale, la.m, la.c, la.bias, None, None, s)
-
-
-def backward_ends(la: Any, s: Scalar, out: Back) -> Ends:
-    return Ends(None, la.A, out.dx, None, None, None, None, None if out.dA is None else out.x, out.dA, s)
-
-
 def small_forward(
-    plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: SmallConfig | None = None, accumulate: bool = False
+    plan: Builder, x: Array, la: Any, s: Scalar, out: Out, config: Config | None = None, accumulate: bool = False
 ) -> None:
-    """(M, K) and a layer, W in the dtype of x -> y, pre_scale (M, N) and h = s x A^T (M, r). ``accumulate``: added to y.
+    """(M, K) and a layer, W in the dtype of x or of codes -> y, pre_scale (M, N) and h = s x A^T (M, r). ``accumulate``: added
+    to y.
 
     ``config`` overrides the table.
     """
-    _small(plan, x, la.W.T, la.A.T, forward_ends(la, s, out), config, accumulate)
+    ends = Ends(out.h, la.B.T, out.y, out.pre_scale, la.m, la.c, la.bias, None, None, s)
+    _small(plan, x, la.W, False, la.A.T, ends, config, accumulate)
 
 
 def small_backward(
-    plan: Builder, dz: Array, la: Any, s: Scalar, out: Back, config: SmallConfig | None = None, accumulate: bool = False
+    plan: Builder, dz: Array, la: Any, s: Scalar, out: Back, config: Config | None = None, accumulate: bool = False
 ) -> None:
     """(M, N), a layer -> dx = dz W + s dz B A (M, K) and dA. ``accumulate``: added to dx."""
-    _small(plan, dz, la.W, la.B, backward_ends(la, s, out), config, accumulate)
+    ends = Ends(None, la.A, out.dx, None, None, None, None, None if out.dA is None else out.x, out.dA, s)
+    _small(plan, dz, la.W, True, la.B, ends, config, accumulate)
 
 
-def shrunk(plan: Builder, x: Array, a: Array) -> tuple[Array, bool]:
-    """(M, K) (K, r) -> the parts of x a, (parts, M, r) float32, and whether the kernel that adds them may start early."""
+def reads(W: Packed) -> bool:
+    """Whether these take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones."""
+    if not isinstance(W.form, Lut4):
+        return True
+    K, group = W.shape[1], W.form.group
+    power = group & (group - 1) == 0 and group >= 8
+    return power and K % 8 == 0 and (K % group == 0 or W.form.layout == "row") and W.codes.aligned
+
+
+def parts_of(K: int, r: int) -> int:
+    """Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long."""
+    return max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
+
+
+def shrunk(plan: Builder, x: Array, a: Array) -> Array:
+    """(M, K) (K, r) -> the parts of x a, (parts, M, r) float32. The kernel that adds them may start early."""
     (M, K), r, rows = x.shape, a.shape[1], power_of_two(x.shape[0])
-    # Few slabs of a small rank: K is split as well, so that more than one multiprocessor works and nobody loops for long.
-    parts = max(1, min(8 if r <= 64 else 4 if r <= 128 else 2, K // 256))
-    part = plan.temp((parts, M, r), torch.float32)
-    pdl = plan.device.supports_pdl
+    parts = parts_of(K, r)
+    part = plan.temp((parts, M, r))
     span = cdiv(cdiv(K, parts), 16) * 16
     wide = rows < 64 and plan.device.capability > 0  # an AMD GPU has 64 KiB of shared memory: too little for a slab in float32
-    block_k = min(512 if wide else 128, power_of_two(span))
-    stride_ak, stride_ar = a.stride
-    plan.launch(
-        shrink_kernel,
-        (cdiv(r, 16), parts),
-        {
-            "x": x,
-            "a": a,
-            "part": part,
-            "M": M,
-            "K": K,
-            "R": r,
-            "span": span,
-            "stride_ar": stride_ar,
-            "stride_ak": stride_ak,
-            "PDL": pdl,
-            "BLOCK_M": rows,
-            "BLOCK_R": 16,
-            "BLOCK_K": block_k,
-        },
-    )
-    return part, pdl
+    given = {"x": x, "a": a, "part": part, "M": M, "K": K, "R": r, "span": span, "PDL": plan.pdl}
+    given |= {"BLOCK_M": rows, "BLOCK_R": 16, "BLOCK_K": min(512 if wide else 128, power_of_two(span))}
+    plan.launch(shrink_kernel, (cdiv(r, 16), parts), given | named("stride_ak stride_ar", a.stride))
+    return part
 
 
-def _small(plan: Builder, x: Array, w: Array, a: Array, ends: Ends, config: SmallConfig | None, accumulate: bool) -> None:
-    """(M, K) (K, N) (K, r) (r, N): x w + s x a b, and what comes with it."""
-    (M, K), N, r = x.shape, w.shape[1], a.shape[1]
+def _small(
+    plan: Builder, x: Array, W: Array | Packed, columns: bool, a: Array, ends: Ends, config: Any, accumulate: bool
+) -> None:
+    """(M, K), W (N, K) or, for its columns, (K, N), (K, r) (r, N): x w + s x a b, and what comes with it."""
     if ends.are_empty(plan):
         return
-    rows = power_of_two(M)
-    part, pdl = shrunk(plan, x, a)
-    on = plan.device
+    (M, K), N, r, on = x.shape, ends.out.shape[1], a.shape[1], plan.device
+    part = shrunk(plan, x, a)
+    of = {"x": x, "part": part, "PARTS": part.shape[0], "M": M, "N": N, "K": K, "R": r, "ACCUMULATE": accumulate}
+    of |= {"BLOCK_R": min(64, power_of_two(r))}
+    if isinstance(W, Packed):
+        return _of_codes(plan, W, columns, ends, of, config)
+    w, rows = W if columns else W.T, power_of_two(M)
     config = config or small_config(rows, N, K, w.stride[1] == 1, on.capability, on.num_sms)
-    given = {"x": x, "w": w, "part": part, "M": M, "N": N, "K": K, "R": r, **ends.strides, "PARTS": part.shape[0]}
-    given |= {"ACCUMULATE": accumulate, "BLOCK_M": rows, "BLOCK_R": min(64, power_of_two(r))}
-    plan.launch(small_kernel, (cdiv(N, config.BLOCK_N),), given, ends, config, pdl=pdl)
+    plan.launch(small_kernel, "N", {"w": w, "BLOCK_M": rows, **ends.strides}, of, ends, config, pdl=plan.pdl)
+
+
+def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str, Any], config: CodesConfig | None) -> None:
+    (M, N, K, r), (_, capability, num_sms, pdl) = (of[size] for size in "MNKR"), plan.device
+    weight = _codes(W, columns, capability)
+    # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
+    rows = 8 if columns and M <= 8 else power_of_two(M)
+    config = config or small_codes_config(rows, N, K, weight["BITS"], columns, capability, num_sms)
+    step = config.BLOCK_K * config.SLICES
+    even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
+    beside = splits > 1 and not columns and r > BESIDE
+    rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
+    weight |= {"COLUMNS": columns, "EVEN": even, "BLOCK_M": rows}
+    if splits == 1:
+        return plan.launch(small_codes_kernel, "N", weight | ends.strides, of, ends, config, pdl=pdl)
+    sums = plan.temp((splits + beside, M, N))
+    low = (of["part"], ends.h, ends.b, ends.s, of["PARTS"]) if beside else (None, None, None, None, 0)
+    weight |= {"out": sums, **named("part h b s PARTS", low)}
+    plan.launch(codes_parts_kernel, (cdiv(N, config.BLOCK_N), splits + beside), weight, of, config, pdl=pdl)
+    if beside:  # nothing is left of it to add
+        r, ends = 0, ends._replace(h=None)
+    given = {"sums": sums, "R": r, "SPLITS": splits + beside, "BLOCK_M": power_of_two(M), **ends.strides}
+    plan.launch(add_parts_kernel, "N", given, ends, parts_config(M, r, columns), of, num_stages=2, pdl=pdl)
+
+
+def _codes(W: Packed, columns: bool, capability: int) -> dict[str, Any]:
+    """W as the kernels of few tokens take it."""
+    form, codes, strides, ptx = W.form, W.codes, W.codes.stride, has_ptx(capability) and capability >= 80
+    how: tuple
+    if isinstance(form, Lut4):
+        codes, strides = codes.words((codes.numel // 4,), (1,), torch.int32), (0, 0)
+        how = (4, form.table, form.hi_first, form.group, form.scales, 1, ptx)
+    else:
+        strides, facts = strides if columns else strides[::-1], decoding(W, capability)
+        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "SCALES", "BK", "PTX")))
+    rest = (*W.rest, None, None, None)[:4]
+    given = named("codes scales code256 scales2 offset stride_wk stride_wn", (codes, *rest, *strides))
+    given |= named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how)
+    return given | {"words": W.shape[1] // 8, "groups": groups_of(W)}

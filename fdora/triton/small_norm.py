@@ -18,10 +18,10 @@ from torch import Tensor
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.kernels.small_norm import small_norm_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv, device_of
+from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.small import Out, shrunk
-from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_norm_config
+from fdora.triton.tiles.configs import power_of_two, small_norm_config
 
 MOST_RANK = 64  # of one slab: B of a program's columns stays where it is for all of K
 MOST_TOKENS = 64
@@ -49,15 +49,14 @@ def small_norm_forward(
     la: Any,
     s: Scalar,
     out: Out,
-    config: SmallConfig | None = None,
     accumulate: bool = False,
 ) -> None:
     """:func:`fdora.triton.small.small_forward` of a layer without c, which goes to ``out``."""
     assert out.c is not None
     (M, K), (N, r), on = x.shape, la.B.shape, plan.device
     rows = MOST_TOKENS if on.capability else power_of_two(M)  # wgmma takes 64; with fewer, W would not be copied ahead
-    part, pdl = shrunk(plan, x, la.A.T)
-    config = config or small_norm_config(N, on.capability, on.num_sms)
+    part = shrunk(plan, x, la.A.T)
+    config = small_norm_config(N, on.capability, on.num_sms)
     given = {"x": x, "w": la.W.T, "a": la.A, "part": part, "b": la.B.T, "out": out.y, "s": s, "M": M, "N": N, "K": K, "R": r}
     given |= {"PARTS": part.shape[0], "ACCUMULATE": accumulate, "BLOCK_M": rows, "BLOCK_R": power_of_two(r)}
-    plan.launch(small_norm_kernel, (cdiv(N, config.BLOCK_N),), given, out, la, config, pdl=pdl)
+    plan.launch(small_norm_kernel, "N", given, out, la, config, pdl=plan.pdl)

@@ -7,17 +7,49 @@ six and tf32 three at half the speed. B is scaled by row and A by column, which 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
-from fdora.triton.hash import WORDS
+from fdora.triton.copy import in_dtype
+from fdora.triton.hash import UNGUARDED, Guard
 from fdora.triton.kernels.split import split_kernel
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
+from fdora.triton.tiles.configs import MAX_N
 
-BLOCK_P, BLOCK_R = 32, 64
+TILE = {"BLOCK_P": 32, "BLOCK_R": 64}
 BUDGET = 64 << 20  # most bytes of split factors where the caller sets no limit
-Hashes = tuple[Array | None, Array | None]  # the fingerprint of before and that of now: nothing is split where they agree
+
+
+class Factors(NamedTuple):
+    """All of A, rows of B, and what they were scaled by where they were split."""
+
+    A: Array
+    B: Array
+    scale_n: Array | None
+    scale_k: Array | None
+
+
+def by_rows(
+    plan: Builder, A: Array, B: Array, guard: Guard = UNGUARDED, max_bytes: int | None = None, row_bytes: int = 0
+) -> Iterator[tuple[int, int, Factors]]:
+    """Rows of B from one to another, with A, as products take them. As many at once as ``max_bytes`` leaves room for, beside
+    ``row_bytes`` more each."""
+    if A.dtype != B.dtype:  # products want one dtype; both hold the values exactly in the wider
+        A, B = in_dtype(plan, A, torch.float32), in_dtype(plan, B, torch.float32)
+    (N, R), K = B.shape, A.shape[1]
+    rows = 0 if A.itemsize == 2 else rows_at_a_time(N, K, R, max_bytes, row_bytes)
+    split = rows > 0
+    if not split:
+        rows = N if max_bytes is None else max(MAX_N, max_bytes // row_bytes)
+    a, scale_k = split_A(plan, A, guard) if split else (A, None)
+    for i in range(0, N, max(1, rows)):
+        part = B.rows(i, i + rows)
+        b, scale_n = split_B(plan, part, guard) if split else (part, None)
+        yield i, i + rows, Factors(a, b, scale_n, scale_k)
 
 
 def split_rank(R: int) -> int:
@@ -33,26 +65,25 @@ def rows_at_a_time(N: int, K: int, R: int, max_bytes: int | None, row_bytes: int
     return min(N, rows) if rows >= N else max(0, rows // 128 * 128)
 
 
-def split_A(plan: Builder, A: Array, hashes: Hashes = (None, None)) -> tuple[Array, Array]:
+def split_A(plan: Builder, A: Array, guard: Guard = UNGUARDED) -> tuple[Array, Array]:
     """(r, K) -> (split_rank(r), K) float16 and the scale of each column."""
     R, K = A.shape
     out = plan.temp((split_rank(R), K), torch.float16, (_padded(K), 1))
-    return out, _split(plan, A.T, out.T, True, hashes)
+    return out, _split(plan, A.T, out.T, True, guard)
 
 
-def split_B(plan: Builder, B: Array, hashes: Hashes = (None, None)) -> tuple[Array, Array]:
+def split_B(plan: Builder, B: Array, guard: Guard = UNGUARDED) -> tuple[Array, Array]:
     """(N, r) -> (N, split_rank(r)) float16 and the scale of each row."""
     N, R = B.shape
     out = plan.temp((N, split_rank(R)), torch.float16)
-    return out, _split(plan, B, out, False, hashes)
+    return out, _split(plan, B, out, False, guard)
 
 
-def _split(plan: Builder, x: Array, out: Array, lo_first: bool, hashes: Hashes) -> Array:
+def _split(plan: Builder, x: Array, out: Array, lo_first: bool, guard: Guard) -> Array:
     P, R = x.shape
-    scale = plan.temp((P,), torch.float32)
-    given = {"x": x, "out": out, "scale": scale, "P": P, "R": R, "R3": out.shape[1], "LO_FIRST": lo_first, "WORDS": WORDS}
-    given |= named("old_hash new_hash", hashes) | named("stride_op stride_or", out.stride)
-    plan.launch(split_kernel, (cdiv(P, BLOCK_P),), {**given, "BLOCK_P": BLOCK_P, "BLOCK_R": BLOCK_R})
+    scale = plan.temp((P,))
+    given = {"x": x, "out": out, "scale": scale, "P": P, "R": R, "R3": out.shape[1], "LO_FIRST": lo_first}
+    plan.launch(split_kernel, "P", given | named("stride_op stride_or", out.stride), guard, TILE)
     return scale
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from fdora.triton.hash import Guard
+from fdora.triton.kernels.norm import choose_kernel
 from fdora.triton.kernels.sums import sum_kernel
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 SUM_N, SUM_T = 32, 32
+TILE = {"BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
 
 
 def column_sums(plan: Builder, partial: Array, out: Array, sqrt: bool = False) -> None:
     """(strips, N) float32 -> (N,); optionally the root."""
     strips, N = partial.shape
-    plan.launch(
-        sum_kernel,
-        (cdiv(N, SUM_N),),
-        {"partial": partial, "out": out, "N": N, "strips": strips, "SQRT": sqrt, "BLOCK_N": SUM_N, "BLOCK_T": SUM_T},
-    )
+    plan.launch(sum_kernel, "N", {"partial": partial, "out": out, "N": N, "strips": strips, "SQRT": sqrt}, TILE)
+
+
+def chosen(plan: Builder, partial: Array, out: Array, guard: Guard) -> None:
+    """The root of the sums, or the norm of before."""
+    strips, N = partial.shape
+    plan.launch(choose_kernel, "N", {"partial": partial, "out": out, "N": N, "strips": strips}, guard, TILE, pdl=plan.pdl)

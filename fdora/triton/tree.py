@@ -29,7 +29,7 @@ from fdora.triton.runtime.device import by_another_thread, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
-from fdora.triton.tree_table import CHUNK, FIELDS, flops_of, launches_of, rows_of
+from fdora.triton.tree_table import CHUNK, CONSTANTS, FIELDS, Scales, Tensors, flops_of, launches_of, rows_of
 
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
@@ -42,19 +42,19 @@ class TreeLayers:
     W, A and B are as public functions check them. ``at`` is where the c of each layer begins in ``size`` numbers.
     """
 
-    def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
+    def __init__(self, W: Tensors, A: Tensors, B: Tensors, s: Scales, at: Sequence[int]):
         ready()
         self.device = W[0].device
         rows, self.partials = rows_of(W, A, B, s, at, device_of(self.device).capability)
         self.launches = launches_of(rows)
-        self.count, self.flops = len(rows), float(sum(map(flops_of, rows)))
+        flops, moved = sum(map(flops_of, rows)), sum(t.nbytes for t in (*W, *A, *B))
+        self.count, self.work = len(rows), Cost(flops16=float(flops), bytes=moved)
         table = torch.tensor([[row.fields[name] for row in rows] for name in FIELDS], dtype=torch.int64)
         self.host = table.pin_memory() if self.device.type == "cuda" else table
         self.tables: dict[int, Tensor] = {}  # by stream: nothing waits for a copy on another one
         self.plans: dict[tuple[bool, int], Plan] = {}
-        self.moved = sum(t.nbytes for t in (*W, *A, *B))
 
-    def table(self, W: Sequence[Tensor] = ()) -> Tensor:
+    def table(self, W: Tensors = ()) -> Tensor:
         if self.device.type != "cuda":
             return self.host
         if capturing(self.device):  # a copy would be of the graph, and filled by its replays alone
@@ -67,11 +67,11 @@ class TreeLayers:
             self.tables[stream] = self.host.to(self.device, non_blocking=True)
         return self.tables[stream]
 
-    def norms(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], c: Tensor) -> None:
+    def norms(self, W: Tensors, A: Tensors, B: Tensors, c: Tensor) -> None:
         """Writes all norms into c. The pointers of W, A and B are those of before."""
         run(self._plan(False, c), (self.table(W), None, None, c, c))
 
-    def guarded(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
+    def guarded(self, W: Tensors, A: Tensors, B: Tensors, old: Norms, new: Norms) -> None:
         """Writes new, which may be old: norms of before where the bits of A, B and s are."""
         run(self._plan(True, new.c), (self.table(W), old.words, new.words, old.c, new.c))
 
@@ -79,18 +79,9 @@ class TreeLayers:
         found = self.plans.get((guarded, c.shape[0]))
         if found is None:
             device = device_of(self.device)
-            work = Cost(flops16=self.flops, bytes=self.moved)
-            made = _plan(device, self.launches, self.count, self.partials, c.shape[0], work, guarded)
+            made = _plan(device, self.launches, self.count, self.partials, c.shape[0], self.work, guarded)
             found = self.plans[guarded, c.shape[0]] = made
         return found
-
-
-def plan_tree(device: Any, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], guarded: bool) -> Plan:
-    """The plan of such layers, for a device that need not be there."""
-    *at, size = accumulate(map(room, W), initial=0)
-    rows, partials = rows_of(W, A, B, [1.0] * len(W), at, device.capability)
-    work = Cost(flops16=float(sum(map(flops_of, rows))), bytes=sum(t.nbytes for t in (*W, *A, *B)))
-    return _plan(device, launches_of(rows), len(rows), partials, size, work, guarded)
 
 
 def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: int, work: Cost, guarded: bool) -> Plan:
@@ -102,36 +93,35 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     old_words, new_words = plan.matrix(words), plan.matrix(words)
     old, new = (plan.vector(Like((size,), (1,), torch.float32, True)) for _ in range(2))
     differs = plan.temp((layers * WORDS,), torch.int32) if guarded else None
-    partial = plan.temp((partials,), torch.float32)
+    partial = plan.temp((partials,))
     pdl = guarded and device.supports_pdl
     if guarded:
-        args = {"table": table, "old": old_words, "new": new_words, "differs": differs, "L": layers}
-        plan.launch(
-            fingerprints_kernel,
-            (layers * WORDS,),
-            {**args, "WORDS": WORDS, "BLOCK": HASH, "PDL": device.supports_pdl},
-            num_warps=8,
-            cost=Cost(),
-        )
-    share = 1 / max(1, len(launches))
-    work = Cost(flops16=share * work.flops16, bytes=share * work.bytes)  # guarded, kernels see how much of it there is to do
+        given = {"table": table, "old": old_words, "new": new_words, "differs": differs, "L": layers}
+        given |= {"WORDS": WORDS, "BLOCK": HASH, "PDL": plan.pdl}
+        plan.launch(fingerprints_kernel, (layers * WORDS,), given, num_warps=8, cost=Cost())
+    of_all = {"table": table, "differs": differs, "partial": partial, "L": layers, "WORDS": WORDS}
+    work = shared(work, launches)  # guarded, kernels see how much of it there is to do
     for first, count, items, consts, (num_warps, num_stages, programs) in launches:
-        given = {"table": table, "differs": differs, "partial": partial, "L": layers, "first": first, "count": count}
-        given |= named("DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT", consts[:10])
-        given |= named("BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD", consts[10:])
-        given |= {"GUARDED": guarded, "WORDS": WORDS}
+        given = of_all | {"first": first, "count": count, **named(CONSTANTS, consts)}
         grid = (min(items, programs * device.num_sms),)
         plan.launch(norms_kernel, grid, given, num_warps=num_warps, num_stages=num_stages, pdl=pdl, cost=work)
-    given = {"table": table, "differs": differs, "partial": partial, "old": old, "new": new, "L": layers}
-    given |= {"GUARDED": guarded, "WORDS": WORDS, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
+    given = of_all | {"old": old, "new": new, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
     plan.launch(roots_kernel, (layers, 4), given, pdl=pdl, cost=Cost())
     return plan.plan()
+
+
+def shared(work: Cost, launches: Sequence[tuple]) -> Cost:
+    """Of each launch."""
+    share = 1 / max(1, len(launches))
+    return Cost(flops16=share * work.flops16, bytes=share * work.bytes)
 
 
 class Kept(NormCache):
     """The norms that compiled code keeps of the layers of one model. Nobody else holds these tensors."""
 
-    def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
+    words = WORDS
+
+    def __init__(self, W: Tensors, A: Tensors, B: Tensors, s: Scales):
         *at, self.size = accumulate(map(room, W), initial=0)
         self.layers = TreeLayers(W, A, B, s, at)
         super().__init__(self.new())
@@ -143,16 +133,16 @@ class Kept(NormCache):
     def nothing(self) -> Any:
         device = self.layers.device
         self.layers.table()  # on this stream
-        words = torch.zeros((self.layers.count, WORDS), device=device, dtype=torch.int64)
+        words = torch.zeros((self.layers.count, self.words), device=device, dtype=torch.int64)
         return Norms(torch.zeros(self.size, device=device, dtype=torch.float32), words)
 
-    def now(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor]) -> Tensor:
+    def now(self, W: Tensors, A: Tensors, B: Tensors) -> Tensor:
         """Of which nobody may write."""
         norms: Norms = self.current(W, made_from(W), partial(self.layers.guarded, W, A, B), True)
         return norms.c
 
 
-def made_from(W: Sequence[Tensor]) -> list[int]:
+def made_from(W: Tensors) -> list[int]:
     return [0 if w.is_inference() else w._version for w in W]
 
 
@@ -160,22 +150,22 @@ def room(W: Tensor) -> int:
     return W.shape[0] + -W.shape[0] % ALIGN
 
 
-def norms_kept(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Sequence[Tensor]:
+def norms_kept(W: Tensors, A: Tensors, B: Tensors, s: Scales) -> Tensors:
     """c of each layer, for a compiler that traces: one op, which gives back norms of before where nothing changed."""
     return parts_of(model_norms(W, A, B, s), W)
 
 
-def parts_of(c: Tensor, W: Sequence[Tensor]) -> Sequence[Tensor]:
+def parts_of(c: Tensor, W: Tensors) -> Tensors:
     """Each layer's, of all c one behind the other."""
     return c.split_with_sizes([n for w in W for n in (w.shape[0], room(w) - w.shape[0])])[::2]
 
 
-def norms_of_model(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+def norms_of_model(W: Tensors, A: Tensors, B: Tensors, s: Scales) -> Tensor:
     """A copy: whoever asked may write there, as Inductor does where it has use for the memory."""
     return norms_of_now(W, A, B, s).clone()
 
 
-def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+def norms_of_now(W: Tensors, A: Tensors, B: Tensors, s: Scales) -> Tensor:
     """A function of its arguments, which remembers by their addresses, the bits of A, B and s, and the version of W.
 
     What stands there now counts, not what stood there when the graph began: a recomputation in backward asks again.
@@ -184,14 +174,14 @@ def norms_of_now(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], 
     return all_anew(W, A, B, s) if kept is None else kept.now(W, A, B)
 
 
-def all_anew(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Tensor:
+def all_anew(W: Tensors, A: Tensors, B: Tensors, s: Scales) -> Tensor:
     *at, size = accumulate(map(room, W), initial=0)
     c = torch.zeros(size, device=W[0].device, dtype=torch.float32)
     TreeLayers(W, A, B, s, at).norms(W, A, B, c)
     return c
 
 
-def kept_of(kind: Any, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]) -> Any:
+def kept_of(kind: Any, W: Tensors, A: Tensors, B: Tensors, s: Scales) -> Any:
     ready()
     tensors = (*W, *A, *B)
     key = (kind, tuple(map(Tensor.data_ptr, tensors)), _facts.facts(tensors), tuple(s))
@@ -202,7 +192,7 @@ def _fake_model_norms(W, A, B, s):
     return torch.empty(sum(map(room, W)), device=W[0].device, dtype=torch.float32)
 
 
-def unplanned(W: Sequence[Tensor], *_: Any) -> tuple[Plan]:
+def unplanned(W: Tensors, *_: Any) -> tuple[Plan]:
     """Without flops: only the device knows what it computes."""
     return (Builder("norms of a model", device_of(W[0].device)).plan(),)
 

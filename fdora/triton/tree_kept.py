@@ -16,8 +16,8 @@ from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import run
-from fdora.triton.tree import Kept, all_anew, kept_of, made_from, norms_of_now, parts_of
-from fdora.triton.tree_table import FIELDS
+from fdora.triton.tree import Kept, all_anew, kept_of, made_from, norms_of_now, parts_of, shared
+from fdora.triton.tree_table import CONSTANTS, FIELDS, Scales, Tensors
 
 FEW = 4  # layers: as many copies as the kernel has arguments for
 PROGRAMS = 1024  # of a launch, at most: more than are resident at once
@@ -37,24 +37,19 @@ class State(NamedTuple):
 class KeptOfCall(Kept):
     """As for the layers of a model."""
 
-    def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float]):
+    def __init__(self, W: Tensors, A: Tensors, B: Tensors, s: Scales):
         self.rows = [w.shape[0] for w in W]
         self.words = parts_for(len(W), max(cdiv(w.numel(), ITEM) for w in W))
         super().__init__(W, A, B, s)
 
     @torch.inference_mode(False)
     def nothing(self) -> State:
-        device, layers = self.layers.device, self.layers.count
-        self.layers.table()  # on this stream
-        return State(
-            torch.zeros(self.size, device=device, dtype=torch.float32),
-            torch.zeros((layers, self.words), device=device, dtype=torch.int64),
-            torch.zeros(counters_of(layers, self.size), device=device, dtype=torch.int32),
-        )
+        c, words = super().nothing()
+        return State(c, words, c.new_zeros(counters_of(self.layers.count, self.size), dtype=torch.int32))
 
-    def of_call(self, W: Sequence[Tensor], fresh: bool) -> Sequence[Tensor]:
+    def of_call(self, W: Tensors, fresh: bool) -> Tensors:
         """c of each layer; ``fresh``: a copy, in which the caller may write."""
-        copies: Sequence[Tensor] = ()
+        copies: Tensors = ()
 
         def update(state: State, _: State) -> None:
             nonlocal copies
@@ -67,12 +62,11 @@ class KeptOfCall(Kept):
         found, layers = self.layers.plans.get((fresh, self.size)), self.layers
         if found is None:
             shape = (self.rows, self.words, layers.partials, self.size, fresh)
-            work = Cost(flops16=layers.flops, bytes=layers.moved)
-            found = layers.plans[fresh, self.size] = plan_kept(device_of(layers.device), layers.launches, *shape, work)
+            found = layers.plans[fresh, self.size] = plan_kept(device_of(layers.device), layers.launches, *shape, layers.work)
         return found
 
 
-def in_one_launch(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor]) -> bool:
+def in_one_launch(W: Tensors, A: Tensors, B: Tensors) -> bool:
     """Ragged tiles of split float32 factors leave no registers for the rest: it would spill."""
     each = zip(W, A, B, strict=True)
     return len(W) <= FEW and all(
@@ -80,14 +74,12 @@ def in_one_launch(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor])
     )
 
 
-def norms_of_call(
-    W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], fresh: bool
-) -> Sequence[Tensor]:
+def norms_of_call(W: Tensors, A: Tensors, B: Tensors, s: Scales, fresh: bool) -> Tensors:
     """As norms_of_now. ``fresh``: each is a tensor of its own, which nobody else has."""
     if in_one_launch(W, A, B):
         kept = kept_of(KeptOfCall, W, A, B, s)
         if kept is not None:
-            found: Sequence[Tensor] = kept.of_call(W, fresh)
+            found: Tensors = kept.of_call(W, fresh)
             return found
         views = parts_of(all_anew(W, A, B, s), W)
     else:
@@ -95,7 +87,7 @@ def norms_of_call(
     return foreach_clone(list(views)) if fresh else views
 
 
-def keep_for_graphs(W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], name: int) -> None:
+def keep_for_graphs(W: Tensors, A: Tensors, B: Tensors, s: Scales, name: int) -> None:
     """What a graph needs is made when the layers of this name are seen for the first time: a capture would leave it empty."""
     if name in seen_for_graphs or capturing(W[0].device):
         return
@@ -134,29 +126,12 @@ def plan_kept(
     c = plan.vector(Like((size,), (1,), torch.float32, True))
     copies = [plan.result(f"c{i}", (N,), torch.float32) if fresh else None for i, N in enumerate(rows)]
     out = (*copies, *[None] * (FEW - layers))
-    partial = plan.temp((partials,), torch.float32)
-    share = 1 / max(1, len(launches))
-    for first, count, _, (*consts, chunk, _, ahead), (num_warps, num_stages, _) in launches:
-        plan.launch(
-            kept_kernel,
-            (count * words,),
-            {
-                **{"table": table, "words": fingerprint, "counters": counters, "partial": partial, "c": c},
-                **named("out0 out1 out2 out3", out),
-                **{"L": layers, "first": first, "parts": words},
-                **named(
-                    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT BLOCK_N BLOCK_K BLOCK_R", consts
-                ),
-                **{
-                    "CHUNK": chunk,
-                    "AHEAD": ahead,
-                    "HASH": HASH,
-                    "ROOTS": ROOTS,
-                },
-            },
-            num_warps=num_warps,
-            num_stages=num_stages,
-            pdl=device.supports_pdl,
-            cost=Cost(flops16=share * work.flops16, bytes=share * work.bytes),
-        )
+    partial = plan.temp((partials,))
+    given = {"table": table, "words": fingerprint, "counters": counters, "partial": partial, "c": c, "L": layers}
+    given |= named("out0 out1 out2 out3", out) | {"parts": words, "HASH": HASH, "ROOTS": ROOTS}
+    how: dict[str, Any] = {"pdl": plan.pdl, "cost": shared(work, launches)}
+    for first, count, _, consts, (num_warps, num_stages, _) in launches:
+        constants = named(CONSTANTS, consts)
+        grid, found = (count * words,), given | {"first": first}
+        plan.launch(kept_kernel, grid, found, constants, num_warps=num_warps, num_stages=num_stages, **how)
     return plan.plan()

@@ -14,6 +14,8 @@ from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.tiles.configs import power_of_two, tree_config
 
+Tensors = Sequence[Tensor]  # of layers: W, A or B of each
+Scales = Sequence[float]  # s of each
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "W",
     "A",
@@ -41,12 +43,14 @@ FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
 CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
 MOST = 1024  # layers of a launch, whose item counts a program holds in registers
 KIND = 3  # the eager backend has another: its words never match these
+# what a launch of one kernel is compiled for
+CONSTANTS = (
+    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD"
+)
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def rows_of(
-    W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int], capability: int
-) -> tuple[list[Row], int]:
+def rows_of(W: Tensors, A: Tensors, B: Tensors, s: Scales, at: Sequence[int], capability: int) -> tuple[list[Row], int]:
     """The columns of the table, those of one kernel side by side, and how many partial sums they have."""
     rows = [_row(i, *layer, capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
     rows.sort(key=lambda row: row.order)
@@ -75,30 +79,11 @@ def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability:
     dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
     split = torch.float32 in (A.dtype, B.dtype)
     kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
-    (form_a, count_a), (form_b, count_b) = _form(A), _form(B)
-    fields = {
-        "W": _address(W),
-        "A": _address(A),
-        "B": _address(B),
-        "N": N,
-        "K": K,
-        "R": R,
-        "stride_wn": W.stride(0),
-        "stride_wk": W.stride(1),
-        "stride_ar": A.stride(0),
-        "stride_ak": A.stride(1),
-        "stride_bn": B.stride(0),
-        "stride_br": B.stride(1),
-        "s": unpack("i", pack("f", s))[0],
-        "items": cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK),
-        "c": at,
-        "leaf": i,
-        "form_a": form_a,
-        "count_a": count_a,
-        "form_b": form_b,
-        "count_b": count_b,
-        "kind": KIND + 16 * A.element_size() + 256 * B.element_size(),
-    }
+    sizes, strides = (*map(_address, (W, A, B)), N, K, R), (*W.stride(), *A.stride(), *B.stride())
+    items, bits = cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), unpack("i", pack("f", s))[0]
+    named_by = KIND + 16 * A.element_size() + 256 * B.element_size()
+    values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i)  # 0: rows_of knows where partials begin
+    fields = dict(zip(FIELDS, values, strict=True))
     return Row(tuple(map(str, kind)), kind, fields, split)
 
 

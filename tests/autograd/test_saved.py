@@ -7,8 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fdora.functional import (
     DoraLayer,
-    dora_compose,
-    dora_delta,
     dora_linear,
     dora_linear_group,
     dora_mlp,
@@ -16,43 +14,14 @@ from fdora.functional import (
 )
 from tests import device
 from tests.make import tensors, tracked
-from tests.memory import peak_bytes
+from tests.memory import peak_bytes, saved
 
 M, N, K, r = 64, 48, 40, 8
 NAMES = ("x", "A", "B", "m")
 
 
-def kept_activations(t, **extra):
-    """y, and the distinct (M, N) tensors among what autograd keeps."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.append(v) or v, lambda v: v):
-        y = dora_linear(*(t[n] for n in ("x", "W", "A", "B", "m")), s=t["s"], **extra)
-    return y, [v for v in saved if v.shape == (M, N)]
-
-
 def make(kind="plain", dtype=torch.float32, names=NAMES):
     return tracked(tensors(N, K, r, (M,), dtype, kind=kind), *names)
-
-
-@pytest.mark.parametrize(("kind", "biased"), [("plain", False), ("plain", True), ("zero_m", False), ("zero_m", True)])
-def test_the_output_is_kept_and_nothing_else_of_its_size(kind, biased):
-    if device.NAME != "cpu":
-        pytest.skip("eager on a GPU keeps inner, to look at g it would have to wait; runs with --device cpu")
-    t = make(kind)
-    y, kept = kept_activations(t, bias=t["bias"] if biased else None)
-    assert len(kept) == 1 and kept[0].data_ptr() == y.data_ptr()
-
-
-@pytest.mark.parametrize("extra", [{"keep_inner": True}, {"dropout_p": 0.5, "dropout_mode": "peft"}], ids=str)
-def test_inner_is_kept_where_the_output_will_not_do(extra):
-    y, kept = kept_activations(make(), **extra)
-    assert len(kept) == 1 and kept[0].data_ptr() != y.data_ptr()
-
-
-def test_nothing_is_kept_for_a_frozen_magnitude():
-    assert kept_activations(make(names=("x", "A", "B")))[1] == []
-    with torch.no_grad():
-        assert kept_activations(make())[1] == []
 
 
 def test_changing_the_output_in_place_is_an_error_or_allowed():
@@ -79,12 +48,10 @@ def test_changing_the_output_in_place_is_an_error_or_allowed():
 
 def kept_for_backward(f, *given):
     """The result of f() and the shapes of what autograd keeps for it, once for each piece of memory, beside ``given``."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.append(v) or v, lambda v: v):
-        out = f()
+    out, kept = saved(f)
     outs = out if isinstance(out, tuple) else (out,)
     theirs = {t.untyped_storage().data_ptr() for t in given}
-    mine = {v.untyped_storage().data_ptr(): v for v in saved if v.numel()}
+    mine = {v.untyped_storage().data_ptr(): v for v in kept if v.numel()}
     names = {y.untyped_storage().data_ptr(): f"y{i}" for i, y in enumerate(outs)}
     for at, v in mine.items():
         assert at in theirs or v.untyped_storage().nbytes() == v.numel() * v.element_size(), "a view keeps more than it shows"
@@ -106,17 +73,37 @@ F_IN = 56  # the width inside the MLP
 on_cpu = pytest.mark.skipif("device.NAME != 'cpu'", reason="what eager code keeps on a GPU is inner; runs with --device cpu")
 
 
+@pytest.mark.parametrize(
+    ("make", "options", "inner"),
+    [
+        *[({"kind": kind, "biased": biased}, {}, "y0") for kind in ("plain", "zero_m") for biased in (False, True)],
+        ({}, {"keep_inner": True}, f"({M}, {N})"),
+        ({}, {"dropout_p": 0.5, "dropout_mode": "peft"}, f"({M}, {N})"),
+        ({"trained": ("A", "B")}, {}, None),
+    ],
+    ids=str,
+)
+def test_a_layer_keeps_its_output_or_what_stands_for_it(make, options, inner):
+    """Of its size nothing else; nothing for a frozen magnitude, and nothing at all without a gradient."""
+    if inner == "y0" and device.NAME != "cpu":
+        pytest.skip("eager on a GPU keeps inner, to look at g it would have to wait; runs with --device cpu")
+    x, la = torch.randn(M, K, device=device.NAME).requires_grad_(), layer(N, K, **make)
+    call = lambda: dora_linear(x, *la[:4], s=la.s, bias=la.bias, norm=la.norm, **options)  # noqa: E731
+    kept = kept_for_backward(call, x, *parts([la]))
+    assert [each for each in kept if each in ("y0", f"({M}, {N})")] == ([inner] if inner else [])
+    with torch.no_grad():
+        assert kept_for_backward(call, x, *parts([la])) == []
+
+
 @on_cpu
 def test_a_group_keeps_its_input_once_one_h_and_its_outputs():
     x = torch.randn(M, K).requires_grad_()
     layers = [layer(48, K), layer(44, K, 4), layer(52, K)]
-    kept = kept_for_backward(lambda: dora_linear_group(x, layers), x, *parts(layers))
-    assert kept == [f"({M}, {8 + 4 + 8})", "y0", "y1", "y2"]
-    layers = [layer(48, K, biased=True), layer(44, K, 4, kind="zero_m"), layer(52, K), DoraLayer(layers[0].W)]
-    kept = kept_for_backward(lambda: dora_linear_group(x, layers), x, *parts(layers))
-    assert kept == [f"({M}, 20)", "y0", "y1", "y2"]
-    frozen = [la._replace(m=la.m.detach()) for la in layers[:3]]
-    assert kept_for_backward(lambda: dora_linear_group(x, frozen), x, *parts(frozen)) == [f"({M}, 20)"]
+    others = [layer(48, K, biased=True), layer(44, K, 4, kind="zero_m"), layer(52, K), DoraLayer(layers[0].W)]
+    frozen = [la._replace(m=la.m.detach()) for la in others[:3]]
+    for group, outputs in ((layers, ["y0", "y1", "y2"]), (others, ["y0", "y1", "y2"]), (frozen, [])):
+        kept = kept_for_backward(lambda: dora_linear_group(x, group), x, *parts(group))
+        assert kept == [f"({M}, {8 + 4 + 8})", *outputs]
 
 
 @on_cpu
@@ -218,38 +205,3 @@ def test_forward_makes_no_dense_product_when_the_norm_is_given():
     with FlopCounterMode(display=False) as counter:
         dora_linear(*(t[n] for n in ("x", "W", "A", "B", "m")), s=t["s"], norm=norm, backend="eager")
     assert counter.get_total_flops() == 2 * M * (N * K + K * r + r * N)
-
-
-def second(f, t):
-    (first,) = torch.autograd.grad(f(t).square().sum(), t, create_graph=True)
-    torch.autograd.grad(first.square().sum(), t)
-
-
-def test_second_derivatives_raise():
-    t = tensors()
-    base, lora, g = torch.randn(3, 4), torch.randn(3, 4), torch.rand(4)
-    cases = {
-        "dora_linear": (lambda A: dora_linear(t["x"], t["W"], A, t["B"], t["m"], s=0.7), t["A"]),
-        "dora_linear_group": (
-            lambda A: torch.cat(dora_linear_group(t["x"], [DoraLayer(t["W"], A, t["B"], t["m"], 0.7), DoraLayer(t["W"])]), -1),
-            t["A"],
-        ),
-        "dora_mlp": (
-            lambda A: dora_mlp(
-                t["x"],
-                *[DoraLayer(t["W"], A, t["B"], t["m"], 0.7)] * 2,
-                DoraLayer(t["W"].T, t["B"].T, t["A"].T, t["m"][:5], 0.7),
-            ),
-            t["A"],
-        ),
-        "dora_norm": (lambda A: dora_norm(t["W"], A, t["B"], s=0.7, detach=False), t["A"]),
-        "dora_compose": (lambda v: dora_compose(v, lora, g, s=0.7), base),
-        "dora_delta": (lambda v: dora_delta(v, lora, g, s=0.7), base),
-    }
-    for op, (f, at) in cases.items():
-        with pytest.raises(NotImplementedError, match=f"second derivatives of .*{op}"):
-            second(f, at.requires_grad_())
-        with pytest.raises(NotImplementedError, match=f"second derivatives of .*{op}"):
-            torch.func.grad(lambda v, f=f: torch.func.grad(lambda u: f(u).square().sum())(v).square().sum())(at.detach())
-        with pytest.raises(NotImplementedError, match=f"second derivatives of .*{op}"):
-            torch.func.jacrev(torch.func.jacrev(lambda v, f=f: f(v).square().sum()))(at.detach())

@@ -10,7 +10,7 @@ import fdora.convert
 from fdora.convert import merge, read, write
 from fdora.convert.__main__ import main
 from tests.convert.make import layer, missed, target
-from tests.test_layers import ROOT
+from tests.snippets import ROOT, programs, ran
 
 TEXT = (ROOT / "docs/conversion.md").read_text()
 
@@ -29,8 +29,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_programs_and_commands(folder, capsys):
     space = {}
-    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(program, space)
+    for program in programs("docs/conversion.md"):
+        ran(program, "docs/conversion.md", space)
     W, p, q = (space[n] for n in "Wpq")
     want = target(W, [p, q], [0.7, 0.3])
     assert missed(W, merge(W, space["both"]), want) < 1e-5

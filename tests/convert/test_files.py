@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from fdora.convert import Weights, combine, kohya_names, merge, read, write, wri
 from fdora.convert.__main__ import main
 from tests.convert.make import columns, layer, merged, missed, target
 from tests.convert.test_keys import adapters, same, shapes
-from tests.test_layers import ROOT
+from tests.process import python
 
 
 @pytest.fixture
@@ -330,19 +328,18 @@ def test_a_defect_stays_a_traceback(model, monkeypatch):
 
 def test_the_exit_status(model):
     folder, *_ = model
-    command = [sys.executable, "-m", "fdora.convert", "combine", str(folder / "model"), str(folder / "no")]
-    done = subprocess.run([*command, f"{folder}/missing=2"], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "fdora.convert", "combine", folder / "model", folder / "no", f"{folder}/missing=2")
     assert done.returncode == 2 and "Traceback" not in done.stderr and f"{folder}/missing" in done.stderr
 
 
 def test_it_is_a_command_and_needs_safetensors_for_files_only():
-    done = subprocess.run([sys.executable, "-m", "fdora.convert", "-h"], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "fdora.convert", "-h")
     assert done.returncode == 0 and "combine MODEL OUT" in done.stdout
     code = "import sys; sys.modules['safetensors'] = None; from fdora.convert import combine, Weights, from_peft\ntry: Weights('x')\nexcept ImportError: print('late')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stdout.strip() == "late", done.stderr
     code = "import sys; sys.modules['safetensors'] = None; from fdora.convert.__main__ import main; main(['scales', 'a', 'b', 'c'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert (
         done.returncode == 2
         and done.stderr.startswith("fdora.convert: files need safetensors")

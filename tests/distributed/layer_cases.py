@@ -1,44 +1,18 @@
 """Two processes: banks of adapters, embeddings, convolutions and experts on DTensors, against one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fdora import FdoraError
 from fdora.functional import dora_conv1d, dora_conv2d, dora_embedding, dora_experts, dora_linear, dora_linear_multi, dora_norm
 from fdora.quant import from_fp8, quantize
 from tests.close import assert_exact
-from tests.distributed.lay import DEVICE, Collectives, R, full, mesh
+from tests.distributed.lay import DEVICE, GIVES, LAYER, Collectives, P, R, S, check, full, mesh, put, random
 from tests.distributed.world import run
-
-S, P = Shard, Partial()
-
-
-def random(*shape, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=draw, dtype=torch.float64).to(DEVICE)
-
-
-def check(fn, tensors, lies, trained, out, gradients, forward, **options):
-    """fn on DTensors that lie so, against fn on whole tensors: y, where it lies, gradients, and collectives in forward."""
-    where = mesh(2)
-    whole = {n: t.clone().requires_grad_(n in trained) for n, t in tensors.items()}
-    want = fn(**whole, **options)
-    dy = random(*want.shape, seed=9)
-    (want * dy).sum().backward()
-    cut = {n: distribute_tensor(t, where, [lies[n]]).requires_grad_(n in trained) for n, t in tensors.items()}
-    with Collectives() as seen:
-        got = fn(**cut, **options)
-    assert sum(seen.count.values()) == forward, seen.count
-    assert got.placements == (out,) and got.shape == want.shape, got.placements
-    # Not through .grad, into which torch may copy: a partial sum becomes a whole one by that.
-    grads = torch.autograd.grad((full(got) * dy).sum(), [cut[n] for n in trained])
-    assert_exact(full(got).detach(), want.detach())
-    for n, grad in zip(trained, grads, strict=True):
-        assert grad.placements[0] == gradients.get(n, lies[n]), (n, grad.placements)
-        assert_exact(full(grad), whole[n].grad, n)
-
 
 BANK = {
     "rows": (dict(x=R, W=S(0), A=R, B=S(1), m=S(1), norm=S(1), bias=S(0), ids=R), S(1), dict(x=P, A=P), 0),
@@ -55,23 +29,19 @@ def bank(N=7, K=9, G=3, r=2, M=6):
 
 
 def case_banks():
-    s = [0.5, 1.0, 2.0]
+    s, offsets = [0.5, 1.0, 2.0], torch.tensor([1, 1, 4], dtype=torch.int32, device=DEVICE)
+    by_ids, by_offsets = partial(dora_linear_multi, s=s), partial(dora_linear_multi, s=s, offsets=offsets, ranks=[1, 2, 2])
     for kind, (lies, out, gradients, forward) in BANK.items():
         t = bank()
-        check(dora_linear_multi, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=s)
+        check(by_ids, t, lies, out, gradients, forward, what=kind)
         c = dora_norm(t["W"], t["A"], t["B"], s=s)
-        weights = [distribute_tensor(t[n], mesh(2), [lies[n]]) for n in "WAB"]
-        norm = dora_norm(*weights, s=s)
+        norm = dora_norm(*(put(t[n], mesh(2), lies[n]) for n in "WAB"), s=s)
         assert norm.placements == (lies["norm"],)
         assert_exact(full(norm), c)
-        given = t | {"norm": c}
-        check(dora_linear_multi, given, lies, ("x", "A", "B", "m", "bias"), out, gradients, int(kind == "columns"), s=s)
+        check(by_ids, t | {"norm": c}, lies, out, gradients, int(kind == "columns"), what=f"{kind}, norm given")
         if kind != "data":
             del t["ids"]
-            offsets = torch.tensor([1, 1, 4], dtype=torch.int32, device=DEVICE)
-            check(
-                dora_linear_multi, t, lies, ("x", "A", "B", "m"), out, gradients, forward, s=s, offsets=offsets, ranks=[1, 2, 2]
-            )
+            check(by_offsets, t, lies, out, gradients, forward, what=f"{kind}, offsets")
     t = bank()
     part = t["W"].chunk(2, 1)[dist.get_rank()], t["A"].chunk(2, 2)[dist.get_rank()]
     with Collectives() as seen:
@@ -103,56 +73,50 @@ def case_embeddings():
             for kind, (lies, out, gradients, forward) in kinds.items():
                 for more in ({}, {"padding_idx": 0}, {"padding_idx": -1}, {"max_norm": 1.0}):
                     if not (kind == "columns" and "max_norm" in more):
-                        check(dora_embedding, t, lies, "ABm", out, gradients, forward, s=0.7, norm_axis=axis, **more)
-    where, t = mesh(2), {"W": random(6, 4), "A": random(2, 6), "B": random(4, 2), "m": random(4)}
-    cut = {n: distribute_tensor(v, where, [TABLES[0]["vocabulary"][0][n]]) for n, v in t.items()}
+                        fn = partial(dora_embedding, s=0.7, norm_axis=axis, **more)
+                        check(fn, t, lies, out, gradients, forward, what=f"{axis} {V} {kind} {more}")
+    t = {"W": random(6, 4), "A": random(2, 6), "B": random(4, 2), "m": random(4)}
+    cut = {n: put(v, mesh(2), TABLES[0]["vocabulary"][0][n]) for n, v in t.items()}
     y = full(dora_embedding(torch.tensor([5, 6, -1], device=DEVICE), **cut, s=1.0))  # plain numbers: the same everywhere
     assert y[0].isfinite().all() and y[1:].isnan().all()
 
 
-CONV = {
-    "rows": (dict(x=R, W=S(0), A=R, B=S(0), m=S(0), bias=S(0)), S(1), dict(x=P, A=P), 0),
-    "columns": (dict(x=S(1), W=S(1), A=S(1), B=R, m=R, bias=R), R, dict(B=P, m=P), 2),
-    "data": (dict(x=S(0), W=R, A=R, B=R, m=R, bias=R), S(0), dict(A=P, B=P, m=P, bias=P), 0),
-    "same": (dict(x=R, W=R, A=R, B=R, m=R, bias=R), R, {}, 0),
-}
+def kernel(n, L, C, O, *space, c=None):
+    """x, W, A, B, m and bias of a convolution over n axes."""
+    wide, c = [3] * n, c or C
+    t = {"x": random(L, C, *space), "W": random(O, c, *wide, seed=1), "A": random(2, c, *wide, seed=2)}
+    return t | {"B": random(O, 2, *[1] * n, seed=3), "m": 1 + random(O, seed=4), "bias": random(O, seed=5)}
 
 
 def case_convolutions():
-    for lies, out, gradients, forward in CONV.values():
+    """As layers, channels for columns and rows; and shards of size 0."""
+    for way, (out, *rest) in GIVES.items():
         for n, fn in ((1, dora_conv1d), (2, dora_conv2d)):
-            t = {"x": random(3, 5, *(6, 4)[:n]), "W": random(7, 5, *(3, 3)[:n], seed=1), "A": random(2, 5, *(3, 3)[:n], seed=2)}
-            t |= {"B": random(7, 2, *(1, 1)[:n], seed=3), "m": 1 + random(7, seed=4), "bias": random(7, seed=5)}
-            check(fn, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=0.7, padding=1)
-    for kind, (C, O) in {"rows": (2, 1), "columns": (1, 2), "data": (2, 2)}.items():  # shards of size 0
-        t = {"x": random(1, C, 5), "W": random(O, C, 3, seed=1), "A": random(2, C, 3, seed=2), "B": random(O, 2, 1, seed=3)}
-        lies, out, gradients, forward = CONV[kind]
-        t |= {"m": 1 + random(O, seed=4), "bias": random(O, seed=5)}
-        check(dora_conv1d, t, lies, ("x", "A", "B", "m", "bias"), out, gradients, forward, s=0.7)
-    t = {"x": random(3, 4, 5), "W": random(6, 2, 3, seed=1), "A": random(2, 2, 3, seed=2), "B": random(6, 2, 1, seed=3)}
-    lies, out, gradients, _ = CONV["data"]
-    check(dora_conv1d, t | {"m": random(6, seed=4)}, lies, ("x", "A", "B", "m"), out, gradients, 0, s=0.7, groups=2)
+            check(partial(fn, s=0.7, padding=1), kernel(n, 3, 5, 7, *(6, 4)[:n]), LAYER[way], out, *rest, what=f"{way} {n}")
+    for way, (C, O) in {"col": (2, 1), "row": (1, 2), "data": (2, 2)}.items():
+        check(partial(dora_conv1d, s=0.7), kernel(1, 1, C, O, 5), LAYER[way], *GIVES[way], what=way)
+    t = kernel(1, 3, 4, 6, 5, c=2)
+    check(partial(dora_conv1d, s=0.7, groups=2), t, LAYER["data"], *GIVES["data"])
 
 
 def case_quantised_weights():
     """A QuantWeight is whole in every process: with tokens that are cut, and with nothing that is."""
-    W, data = quantize(random(64, 64), "nf4"), dict(x=S(0), A=R, B=R, m=R)
+    W = quantize(random(64, 64), "nf4")
     t = {"x": random(6, 64), "A": random(2, 64, seed=1), "B": random(64, 2, seed=2), "m": 1 + random(64, seed=3)}
 
     def layer(x, A, B, m):
         return dora_linear(x, W, A, B, m, s=0.7)
 
-    check(layer, t, data, "ABm", S(0), dict(A=P, B=P, m=P), 0)
-    check(layer, t, dict.fromkeys("xABm", R), "ABm", R, {}, 0)
-    cut = [distribute_tensor(t[n], mesh(2), [S(0) if n in "Bm" else R]) for n in ("x", "A", "B", "m")]
+    for way in ("data", "same"):
+        check(layer, t, LAYER[way], *GIVES[way])
+    cut = [put(t[n], mesh(2), S(0) if n in "Bm" else R) for n in ("x", "A", "B", "m")]
     with pytest.raises(FdoraError, match="`B` must be R on mesh dimension tp, on which W is R"):
         layer(*cut)
-    spread = distribute_tensor(random(64, 64), mesh(2), [S(0)])
-    scale, lies = torch.ones(64), [mesh(2), [S(0)]]
+    spread, scale = put(random(64, 64), mesh(2), S(0)), torch.ones(64)
     for arg, call in (
         ("W", lambda: quantize(spread, "nf4")),
         ("weight", lambda: from_fp8(spread.to(torch.float8_e4m3fn), scale, "row")),
-        ("scale", lambda: from_fp8(t["x"].to(torch.float8_e4m3fn), distribute_tensor(scale, *lies), "row")),
+        ("scale", lambda: from_fp8(t["x"].to(torch.float8_e4m3fn), put(scale, mesh(2), S(0)), "row")),
     ):
         with pytest.raises(FdoraError, match=rf"`{arg}` must be a plain tensor, got a DTensor. Pass {arg}.full_tensor\(\)"):
             call()
@@ -166,7 +130,7 @@ def case_experts():
     want = dora_experts(**whole, s=0.7, offsets=[2, 5, 9])
     (want**2).sum().backward()
     first, last, ends = ((0, 5, [2, 5]), (5, 9, [4]))[dist.get_rank()]
-    cut = {n: distribute_tensor(v, mesh(2), [S(0)]).requires_grad_(n != "W") for n, v in t.items() if n != "x"}
+    cut = {n: put(v, mesh(2), S(0)).requires_grad_(n != "W") for n, v in t.items() if n != "x"}
     with Collectives() as seen:
         got = dora_experts(t["x"][first:last], **cut, s=0.7, offsets=ends)
         (got**2).sum().backward()
@@ -179,29 +143,26 @@ def case_experts():
 
 
 def case_compiled():
-    where = mesh(2)
+    s = torch.ones(3, dtype=torch.float64, device=DEVICE)
 
-    def f(x, W, A, B, m, ids, table, a, b, mag, image, *kernel):
-        y = dora_linear_multi(x, W, A, B, m, s=torch.ones(3, dtype=torch.float64, device=DEVICE), ids=ids)
-        return y, dora_embedding(ids.clamp_min(0), table, a, b, mag, s=0.7), dora_conv1d(image, *kernel, s=0.7)
+    def f(ids, table, image, **t):
+        y = dora_linear_multi(t["x"], *(t[n] for n in "WABm"), s=s, ids=ids)
+        convolved = dora_conv1d(image, *(t[f"{n}2"] for n in "WABm"), s=0.7)
+        return y, dora_embedding(ids.clamp_min(0), table, *(t[f"{n}1"] for n in "ABm"), s=0.7), convolved
 
-    t, lies = bank(), BANK["rows"][0]
-    args = [distribute_tensor(t[n], where, [lies[n]]).requires_grad_(n in "ABm") for n in ("x", "W", "A", "B", "m", "ids")]
-    table = {"W": random(6, 4), "A": random(2, 6, seed=1), "B": random(4, 2, seed=2), "m": random(4, seed=3)}
-    args += [distribute_tensor(v, where, [TABLES[0]["vocabulary"][0][n]]) for n, v in table.items()]
-    kernel = {"x": random(2, 3, 5), "W": random(4, 3, 3), "A": random(2, 3, 3), "B": random(4, 2, 1), "m": random(4)}
-    args += [distribute_tensor(v, where, [CONV["columns"][0][n]]) for n, v in kernel.items()]
-    got = torch.compile(f, fullgraph=True, backend="aot_eager")(*args)
-    for a, b in zip(got, f(*args), strict=True):
-        assert a.placements == b.placements
-        assert_exact(full(a).detach(), full(b).detach())
+    t = {n: v for n, v in bank().items() if n != "bias"}
+    lies = BANK["rows"][0] | {f"{n}1": lie for n, lie in TABLES[0]["vocabulary"][0].items()}
+    lies |= {"table": lies["W1"], "image": LAYER["row"]["x"]} | {f"{n}2": lie for n, lie in LAYER["row"].items()}
+    t |= {"table": random(6, 4), "A1": random(2, 6, seed=1), "B1": random(4, 2, seed=2), "m1": random(4, seed=3)}
+    t |= {"image": random(2, 3, 5)} | {f"{n}2": v for n, v in kernel(1, 2, 3, 4, 5).items() if n in "WABm"}
+    check(f, t, lies, run=torch.compile(f, fullgraph=True, backend="aot_eager"))
 
 
 def case_errors():
     where, t, table = mesh(2), bank(), {"W": random(6, 4), "A": random(2, 6), "B": random(4, 2), "m": random(4)}
 
     def lie(tensors, lies, **change):
-        return {n: distribute_tensor(v, where, [(lies | change)[n]]) for n, v in tensors.items()}
+        return {n: put(v, where, (lies | change)[n]) for n, v in tensors.items()}
 
     data, rows, ids = BANK["data"][0], BANK["rows"][0], torch.arange(3, device=DEVICE)
     offsets = torch.tensor([1, 1, 4], dtype=torch.int32, device=DEVICE)
@@ -226,9 +187,9 @@ def case_errors():
         "dora_embedding: `max_norm` must be None where W is cut by columns": lambda: dora_embedding(
             ids, **lie(table, TABLES[0]["columns"][0]), s=1.0, max_norm=2.0
         ),
-        "dora_conv1d: `groups` must be 1 where W is cut": lambda: dora_conv1d(**lie(image, CONV["rows"][0]), s=1.0, groups=2),
+        "dora_conv1d: `groups` must be 1 where W is cut": lambda: dora_conv1d(**lie(image, LAYER["col"]), s=1.0, groups=2),
         "dora_conv1d: `x` must be of 3 axes with DTensors": lambda: dora_conv1d(
-            **lie(image | {"x": random(4, 5)}, CONV["data"][0]), s=1.0
+            **lie(image | {"x": random(4, 5)}, LAYER["data"]), s=1.0
         ),
         "dora_experts: `x` must be a plain tensor": lambda: dora_experts(
             **lie({n: t[n] for n in "xABm"} | {"W": random(3, 7, 9)}, dict.fromkeys("xWABm", S(0))), s=1.0, offsets=[1, 2, 3]

@@ -1,6 +1,7 @@
 """Four processes, meshes of two dimensions: data or FSDP beside tensor parallelism, HSDP, and shards that are empty."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,56 +11,41 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fdora import FdoraError
 from fdora.functional import dora_linear, dora_merge, dora_norm, dora_norm_tree
 from tests.close import assert_exact
-from tests.distributed.lay import LAYER, TRAINED, Collectives, full, laid, made, mesh
-from tests.distributed.programs import check, inside
+from tests.distributed import programs
+from tests.distributed.lay import LAYER, Collectives, check, full, made, mesh, put
 from tests.distributed.world import run
 
 DROPPED = [("data", "col"), ("data", "row"), ("row", "col"), ("col", "row"), ("row", "row")]
 
 
+def linear(x, W, A, B, m, bias=None, **options):
+    return dora_linear(x, W, A, B, m, s=0.7, bias=bias, **options)
+
+
+def of_a_layer(**sizes):
+    return {n: v for n, v in made(**sizes).items() if n != "s"}
+
+
 def case_layers_on_two_dimensions():
     """Each dimension by itself: gradients, norms and masks."""
-    where = mesh(2, 2)
-    for sizes, options in (({}, {}), (dict(N=7, K=5, lead=(6,)), dict(dropout_p=0.4, seed=5))):
-        t = made(**(dict(N=6, K=8, r=3) | sizes))
-        dy = torch.randn(*t["x"].shape[:-1], t["m"].numel(), dtype=torch.float64, device=t["x"].device)
-        leaves = {n: t[n].clone().requires_grad_() for n in TRAINED}
-        args = t | leaves
-        want = dora_linear(*(args[n] for n in "xWABm"), s=t["s"], bias=args["bias"], **options)
-        (want * dy).sum().backward()
+    for sizes, options in ((dict(N=6, K=8, r=3), {}), (dict(N=7, K=5, lead=(6,)), dict(dropout_p=0.4, seed=5))):
         for ways in DROPPED if options else itertools.product(LAYER, LAYER):
-            l = laid(t, where, ways)
-            y = dora_linear(*(l[n] for n in "xWABm"), s=t["s"], bias=l["bias"], **options)
-            (full(y) * dy).sum().backward()
-            assert_exact(full(y).detach(), want.detach(), f"{ways}")
-            for n in TRAINED:
-                assert_exact(full(l[n].grad), leaves[n].grad, f"{ways}: {n}")
+            lies = {n: [LAYER[way][n] for way in ways] for n in LAYER["same"]}
+            check(partial(linear, **options), of_a_layer(**sizes), lies, where=mesh(2, 2), what=f"{ways}")
 
 
 def case_empty_shards():
     """Two rows or columns for four processes: those without any call like the others, or these would wait for ever."""
     where = mesh(4)
     for sizes in (dict(N=2, K=5), dict(N=5, K=2), dict(N=1, K=1, lead=(1,))):
-        t = made(**sizes)
-        leaves = {n: t[n].clone().requires_grad_() for n in TRAINED}
-        args = t | leaves
-        for bias in (None, "bias"):
-            want = dora_linear(*(args[n] for n in "xWABm"), s=t["s"], bias=bias and args["bias"])
-            for way in LAYER:
-                for v in leaves.values():
-                    v.grad = None
-                (want**2).sum().backward(retain_graph=True)
-                l = laid(t, where, [way])
-                y = dora_linear(*(l[n] for n in "xWABm"), s=t["s"], bias=bias and l["bias"])
-                (full(y) ** 2).sum().backward()
-                for n in TRAINED:
-                    if n != "bias" or bias:
-                        assert_exact(full(l[n].grad), leaves[n].grad, f"{way}: {n}")
-        weights = {"a": distribute_tensor(t["W"], where, [Shard(0)])}
-        params = {"a": tuple(distribute_tensor(t[n], where, [Shard(0)]) for n in "AB")}
+        t = of_a_layer(**sizes)
+        for without, way in itertools.product((None, "bias"), LAYER):
+            check(linear, {n: v for n, v in t.items() if n != without}, LAYER[way], where=where, what=f"{way} {without}")
+        weights = {"a": put(t["W"], where, Shard(0))}
+        params = {"a": tuple(put(t[n], where, Shard(0)) for n in "AB")}
         for gather in (False, True):
-            c = dora_norm_tree(weights, params, s=t["s"], gather=gather)["a"]
-            assert_exact(full(c), dora_norm(t["W"], t["A"], t["B"], s=t["s"]))
+            c = dora_norm_tree(weights, params, s=0.7, gather=gather)["a"]
+            assert_exact(full(c), dora_norm(t["W"], t["A"], t["B"], s=0.7))
 
 
 class Layers(torch.nn.Module):
@@ -139,7 +125,7 @@ def case_hsdp():
 
 
 def case_program_both():
-    check(inside("both"), inside("one"), 1, 2)
+    programs.check(programs.inside("both"), programs.inside("one"), 1, 2)
 
 
 if __name__ == "__main__":

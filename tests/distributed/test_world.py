@@ -37,4 +37,4 @@ def test_one_that_does_not_end_says_where_it_stands(tmp_path):
 def test_what_they_said_is_in_the_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(AssertionError, match=r"--- process 0:\n[\s\S]*--- process 1:\n"):
-        world.results("nothing", 2)
+        world.found("nothing", 2)

@@ -1,7 +1,8 @@
 """Cases that several processes run together: one start of a gloo group for all cases of a file, since importing torch takes seconds.
 
 A file of cases ends with ``if __name__ == "__main__": run(globals())``; each function ``case_...()`` is one case, which every
-process runs. ``results(module, world)`` starts the processes and gives what each case said: "ok" or the first error of any process.
+process runs. ``results(module, world)`` starts the processes and gives what each case said: "ok" or the first error of any process;
+``found(module, world)`` what each process found in each case.
 """
 
 import datetime
@@ -23,12 +24,18 @@ import torch
 from tests import device
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30  # a collective that somebody does not join fails after these
+SECONDS = 60  # a collective that somebody does not join fails after these
 GRACE = 5  # for the others, once one process has failed
 
 
-def results(module, world, timeout=300, packages=()):
-    """{case: "ok" or an error}; the names of the cases that ran are its keys. ``packages``: folders to import from first."""
+def results(module, world):
+    """{case: "ok" or an error}; the names of the cases that ran are its keys."""
+    each = found(module, world).items()
+    return {case: "\n".join(said for said in every if said not in (None, "ok")) or "ok" for case, every in each}
+
+
+def found(module, world, timeout=300, packages=(), cases=()):
+    """{case: [what each process found: "ok", a value, an error as text, or None]}. ``packages``: folders to import from first."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "WORLD_SIZE": str(world),
@@ -36,6 +43,7 @@ def results(module, world, timeout=300, packages=()):
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))),
             "DEVICE": device.NAME,
+            "CASES": ";".join(cases) or os.environ.get("CASES", ""),
         }
         command = [sys.executable, "-m", module]
         started = []
@@ -52,12 +60,10 @@ def results(module, world, timeout=300, packages=()):
             for process in started:
                 process.kill()
                 process.wait()
-        found = [Path(f"{folder}/{rank}.json") for rank in range(world)]
-        assert not ended and all(path.exists() for path in found), f"{ended}{logs(folder, world)}"
-        each = [json.loads(path.read_text()) for path in found]
-    cases = dict.fromkeys(case for one in each for case in one)
-    wrong = {case: [one[case] for one in each if one.get(case, "ok") != "ok"] for case in cases}
-    return {case: "\n".join(errors) or "ok" for case, errors in wrong.items()}
+        said = [Path(f"{folder}/{rank}.json") for rank in range(world)]
+        assert not ended and all(path.exists() for path in said), f"{ended}{logs(folder, world)}"
+        each = [json.loads(path.read_text()) for path in said]
+    return {case: [one.get(case) for one in each] for case in dict.fromkeys(case for one in each for case in one)}
 
 
 def wait(started, timeout):
@@ -114,21 +120,19 @@ def run(space):
     given = {"device_id": torch.device("cuda", rank)} if cuda else {}
     start("nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit, **given)
     said = {}
-    wanted = os.environ.get("CASES", "").split()
-    for name in [name for name in space if name.startswith("case_")]:
-        if wanted and name[5:] not in wanted:
-            continue
+    wanted = list(filter(None, os.environ["CASES"].split(";"))) or [name[5:] for name in space if name.startswith("case_")]
+    for name in [f"case_{name}" for name in wanted]:
         torch.manual_seed(0)
         print(name, flush=True)
         try:
-            space[name]()
-            said[name[5:]] = "ok"
+            value = space[name]()
+            said[name[5:]] = "ok" if value is None else value
         except BaseException:
             said[name[5:]] = f"rank {rank}: {traceback.format_exc()[-3000:]}"
         try:
             torch.distributed.barrier()
         except RuntimeError as error:  # another process failed inside the case
-            said[name[5:]] += f" (then: {error})"
+            said[name[5:]] = f"{said[name[5:]]} (then: {error})"
             break
     Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
     print("all cases are through", flush=True)

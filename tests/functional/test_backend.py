@@ -1,10 +1,6 @@
 """Who runs, and why: the argument, the context, the environment variable, then the rule."""
 
-import dataclasses
 import importlib
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -16,17 +12,9 @@ from fdora.autograd import _ops
 from fdora.functional import dora_linear, dora_norm, select_backend
 from tests import device
 from tests.make import tensors
+from tests.process import python
 
 BOTH = ("eager", "triton")
-# What compiled code keeps between its calls, and norms of codes: eager code decodes some rows at a time.
-OF_KERNELS = {
-    "norms_of_kept",
-    "norms_kept",
-    "norm_of_codes",
-    "norm_of_codes_guarded",
-    "is_decoded",
-}
-OF_KERNELS |= {"stack_norms_of_codes", "dense_of", "norm_inside"}
 module = importlib.import_module("fdora.functional.backend")
 
 
@@ -66,9 +54,7 @@ def test_context_nests_and_restores():
 
 def test_environment():
     code = "from fdora.functional import select_backend; import torch; print(select_backend(torch.ones(1)).reason)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"FDORA_BACKEND": "eager"}, capture_output=True, text=True, check=True
-    )
+    run = python("-c", code, FDORA_BACKEND="eager")
     assert run.stdout.strip() == "asked for by fdora.backend or FDORA_BACKEND"
 
 
@@ -85,17 +71,14 @@ def test_the_interpreter_is_refused_bfloat16(name):
         "except FdoraError as error:\n"
         "    print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, name], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    run = python("-c", code, name, TRITON_INTERPRET="1")
     assert "must be eager for torch.bfloat16 tensors" in run.stdout, run.stderr
 
 
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_an_empty_environment_variable_is_no_wish(name):
     code = "import fdora._dispatch as d; print(d.forced())"
-    env = os.environ | {"FDORA_BACKEND": name}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    run = python("-c", code, FDORA_BACKEND=name)
     assert run.returncode == 0 and run.stdout.strip() == "auto", run.stderr
 
 
@@ -215,10 +198,7 @@ def test_no_crash_at_import_of_a_broken_triton(broken, reason, tmp_path):
         "W, A, B = torch.eye(3), torch.ones(1, 3), torch.ones(3, 1)\n"
         "print(F.dora_linear(torch.ones(3), W, A, B, torch.ones(3), s=1.0).shape, F.select_backend('cuda', torch.float32))"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FDORA_BACKEND")}
-    run = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True
-    )
+    run = python("-W", "error::RuntimeWarning", "-c", code, TRITON_INTERPRET=None, FDORA_BACKEND=None)
     assert run.returncode == 0, run.stderr
     assert "torch.Size([3])" in run.stdout and reason in run.stdout and "name='eager'" in run.stdout
 
@@ -248,27 +228,11 @@ def listed():
             yield from ((op, package, file) for file, ops in files.items() for op in ops.split())
 
 
-def test_every_op_of_a_backend_is_named():
-    found = list(listed())
-    fields = {f.name for f in dataclasses.fields(_ops.Backend)}
-    assert {op for op, package, *_ in found if package == "eager"} == fields - OF_KERNELS
-    assert {op for op, package, *_ in found if package == "triton"} == fields - {"base_sqnorm"}
-    assert len(found) == len(set(found))
-
-
-def test_a_backend_lacks_nothing():
-    whole = {f.name: getattr(_ops.OPS["eager"], f.name) for f in dataclasses.fields(_ops.Backend)}
-    for name in set(whole) - OF_KERNELS:
-        with pytest.raises(TypeError, match=name):
-            _ops.Backend(**{n: f for n, f in whole.items() if n != name})
-
-
 def test_a_kernel_that_is_missing_is_missed_at_import():
     """Without a list eager would answer for it, and every test of kernels would stay green."""
     pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
     places = sorted({f"{package}.{file}.{op}" for op, package, file in listed()})
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", REMOVE, *places], env=env, capture_output=True, text=True)
+    run = python("-c", REMOVE, *places, TRITON_INTERPRET="1")
     assert run.returncode == 0 and not run.stdout and len(places) > 20, run.stdout + run.stderr
 
 

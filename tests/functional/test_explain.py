@@ -1,8 +1,5 @@
 """explain() without kernels: it answers on any machine, refuses what the function would refuse, and runs nothing."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +9,7 @@ from fdora.functional import explain
 from fdora.predict import GPUS, gpu_of
 from fdora.quant import quantize
 from tests import device
+from tests.process import python
 
 
 def draw(*shape, **options):
@@ -61,7 +59,7 @@ def test_without_triton_it_says_so():
         "from fdora.predict import predict\n"
         "assert cost(512, Kind('q', 64, 32, 4, 1), 'h200', 'fdora') == predict(512, 64, 32, 4)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "backend eager (Triton " in done.stdout and "it has no plan" in done.stdout
 

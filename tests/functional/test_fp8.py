@@ -8,6 +8,7 @@ from fdora.functional import dora_linear, dora_norm
 from fdora.quant import quantize
 from tests import device
 from tests.close import rel_l2
+from tests.memory import saved
 
 S = 0.7
 BLOCKS = {"tensor": None, "row": "row", "block": (128, 128), "tall block": (64, 256)}
@@ -105,11 +106,9 @@ def test_dropout_of_the_adapter_alone():
 
 def test_what_is_saved_is_stored():
     W, A, B, m = layer(N=256, K=256)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        dora_linear(x_of(3, K=256), W, A, B, m, s=S, compute="fp8")
-    assert {t.data_ptr() for t in W.tensors} <= {t.data_ptr() for t in saved}
-    assert not any(t.is_floating_point() and t.element_size() > 1 and t.numel() >= 256 * 256 for t in saved)
+    _, kept = saved(lambda: dora_linear(x_of(3, K=256), W, A, B, m, s=S, compute="fp8"))
+    assert {t.data_ptr() for t in W.tensors} <= {t.data_ptr() for t in kept}
+    assert not any(t.is_floating_point() and t.element_size() > 1 and t.numel() >= 256 * 256 for t in kept)
 
 
 def test_autocast_and_compiled_whole():

@@ -1,16 +1,10 @@
-"""Every promise of tests/checks/group.py."""
+"""Layers that share an input: what tests/cases.py does not draw."""
 
 import pytest
 import torch
 
 from fdora import FdoraError
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp
-from tests.checks.group import CHECKS
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
-def test_group(check):
-    check()
 
 
 @pytest.mark.parametrize("call", ["group", "mlp"])

@@ -34,33 +34,6 @@ def test_parts_of_the_tokens(mode):
         assert not torch.allclose(call(x[1:], None), call(x, None)[1:])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parts_of_the_columns_add_up(mode):
-    """What a process of tensor parallelism computes, without any: the sum of shares is the whole."""
-    t = tensors(6, 9, 2, (4,))
-    c = (t["W"] + t["s"] * t["B"] @ t["A"]).norm(dim=1)
-    options = dict(s=t["s"], norm=c, dropout_p=0.4, dropout_mode=mode, seed=3)
-    want = dora_linear(*(t[n] for n in "xWABm"), **options)
-    got = 0
-    for i, j in ((0, 4), (4, 9)):
-        part = [t[n][:, i:j] if n in "xWA" else t[n] for n in "xWABm"]
-        got = got + dora_linear(*part, mask_origin=(0, i), **options)
-    assert_exact(got, want)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_parts_of_an_mlp_add_up(mode):
-    x, gate, up, down = tensors(6, 5, 2, (4,))["x"], layer(7, 5, 2, 1), layer(7, 5, 2, 2), layer(6, 7, 3, 3)
-    options = dict(dropout_p=0.4, dropout_mode=mode, seed=[1, 2, 3])
-    c = (down.W + down.s * down.B @ down.A).norm(dim=1)
-    got = 0
-    for i, j in ((0, 4), (4, 7)):
-        rows = [DoraLayer(la.W[i:j], la.A, la.B[i:j], la.m[i:j], la.s) for la in (gate, up)]
-        last = DoraLayer(down.W[:, i:j], down.A[:, i:j], down.B, down.m, down.s, norm=c)
-        got = got + dora_mlp(x, *rows, last, mask_origin=(0, i), **options)
-    assert_exact(got, dora_mlp(x, gate, up, down, **options))
-
-
 @pytest.mark.parametrize("at", [(1,), [0, 0], (0, -1), (0.5, 0), 3])
 def test_what_is_no_origin(at):
     t = tensors()

@@ -79,13 +79,6 @@ def test_nothing_is_kept_without_a_gradient():
     assert len(kept) == 1 and (kept[0].data_ptr() == y.data_ptr() or device.NAME != "cpu")
 
 
-def test_second_derivatives_are_refused():
-    t = case().tracked()
-    (dx,) = torch.autograd.grad(together(t).square().sum(), t.x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives of dora_linear_multi"):
-        dx.sum().backward()
-
-
 def test_autocast():
     t = case((60, 0, 50), 10, 48, 64, (8, 4, 2), dtype=torch.float32, spread=0.0015)
     dy = dy_of(t).bfloat16()

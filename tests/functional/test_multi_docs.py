@@ -1,20 +1,19 @@
 """docs/serving.md and docs/training-many.md keep their word, and examples/many_adapters.py runs."""
 
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.test_layers import ROOT
+from tests.snippets import ROOT, programs, ran
 
 
 def run(page):
     space = {"__name__": "docs"}
-    for program in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S):
-        exec(compile(program, page, "exec"), space)
+    for program in programs(page):
+        ran(program, page, space)
     return space
 
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import optree
 import pytest
 import torch
 
@@ -10,7 +9,6 @@ from fdora import FdoraError
 from fdora.autograd import quant
 from fdora.functional import (
     DoraLayer,
-    DoraParams,
     dora_base_sqnorm,
     dora_init,
     dora_linear,
@@ -19,14 +17,13 @@ from fdora.functional import (
     dora_merge_quantized,
     dora_norm,
     dora_norm_state,
-    dora_norm_tree,
-    dora_norm_tree_state,
     explain,
 )
 from fdora.quant import from_bnb_int8, from_nvfp4, opaque, quantize
 from fdora.quant.quantize import bounds_of
 from tests import reference
 from tests.close import rel_l2
+from tests.memory import saved
 from tests.quant.make import QUANTISED
 
 N, K, R, S = 48, 96, 4, 0.7
@@ -140,12 +137,10 @@ def test_autocast_decodes_to_the_dtype_of_the_products():
 def test_nothing_dense_is_saved():
     W, x = weight("nf4 nested", 256, 256), x_of(256)
     A, B, m = adapter(W)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = dora_linear(x, W, A, B, m, s=S)
-    assert not any(t.is_floating_point() and t.numel() >= 256 * 256 for t in saved)
+    y, kept = saved(lambda: dora_linear(x, W, A, B, m, s=S))
+    assert not any(t.is_floating_point() and t.numel() >= 256 * 256 for t in kept)
     stored = {t.data_ptr() for t in W.tensors if t is not None}
-    assert stored <= {t.data_ptr() for t in saved}
+    assert stored <= {t.data_ptr() for t in kept}
     y.sum().backward()
     assert A.grad is not None
 
@@ -225,17 +220,6 @@ def test_a_merge_forms_few_dense_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(QuantWeight, "dequantize", lambda self, *a, **k: found.append(decode(self, *a, **k)) or found[-1])
     dora_merge_quantized(W, A, B, m, s=S, norm=c)
     assert {len(t) for t in found} == {16}
-
-
-def test_trees_have_weights_for_leaves():
-    weights = {"q": weight(), "v": [torch.randn(24, K), weight("int8", n=16)]}
-    params = optree.tree_map(
-        lambda W: DoraParams(*(t.detach() for t in adapter(W))), weights, is_leaf=lambda n: hasattr(n, "dequantize")
-    )
-    c = dora_norm_tree(weights, params, s=S)
-    assert torch.equal(c["q"], dora_norm(weights["q"], *params["q"][:2], s=S)) and c["v"][1].shape == (16,)
-    state = dora_norm_tree(weights, params, s=S, state=dora_norm_tree_state(weights))
-    assert all(map(torch.equal, optree.tree_leaves(state.c), optree.tree_leaves(c)))
 
 
 def test_compiled_whole():

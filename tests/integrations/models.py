@@ -1,6 +1,7 @@
 """Tiny PEFT models, one per kind of layer, with adapters that have moved."""
 
 import copy
+import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -59,6 +60,14 @@ KINDS = {
     "conv3d": (lambda: nn.Conv3d(2, 6, 2), (2, 2, 4, 3, 5)),
 }
 FUSED = ("linear", "no_bias", "embedding", "conv1d", "conv2d", "conv3d")
+# More of those that are one call: what PEFT's numbers are compared on, and nothing else.
+MORE = {
+    "conv1d same": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 9)),
+    "conv1d strided": (lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2, bias=False), (2, 4, 9)),
+    "conv2d padded": (lambda: nn.Conv2d(4, 6, (3, 2), padding=(1, 0), stride=(2, 1)), (2, 4, 7, 6)),
+    "conv2d of one point": (lambda: nn.Conv2d(4, 6, 1), (2, 4, 7, 6)),
+    "conv3d padded": (lambda: nn.Conv3d(4, 6, (1, 3, 2), padding=(0, 1, 1)), (2, 4, 4, 5, 3)),
+}
 
 
 def perturb(model, spread=0.05):
@@ -72,15 +81,17 @@ def perturb(model, spread=0.05):
 
 
 def inputs(kind, dtype=torch.float64):
-    shape = KINDS[kind][1]
+    shape = (KINDS | MORE)[kind][1]
     return torch.randint(0, K, (3, 5)) if shape is None else torch.randn(shape, dtype=dtype, requires_grad=True)
 
 
 def build(kind, dtype=torch.float64, dropout=0.0, use_dora=True, **config):
-    """A PEFT model whose only layer is ``model.base_model.model[0]``."""
-    base = nn.Sequential(KINDS[kind][0]()).to(dtype)
+    """A PEFT model whose only layer is ``model.base_model.model[0]``: one of a kind, or this one."""
+    base = nn.Sequential(kind if isinstance(kind, nn.Module) else (KINDS | MORE)[kind][0]()).to(dtype)
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["0"], "fan_in_fan_out": kind == "Conv1D"} | config
-    return perturb(get_peft_model(base, LoraConfig(use_dora=use_dora, lora_dropout=dropout, **config)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it cannot merge groups
+        return perturb(get_peft_model(base, LoraConfig(use_dora=use_dora, lora_dropout=dropout, **config)))
 
 
 def layer(model):

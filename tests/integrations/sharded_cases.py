@@ -1,19 +1,14 @@
-"""What test_sharded.py runs in each of its processes: ``python -m tests.integrations.sharded_cases RANK WORLD FOLDER [CASE ...]``.
+"""What test_sharded.py runs in each of its processes.
 
-Each gives numbers; rank 0 writes them, the test looks at them. Each rank has data of its own, else a sum that is lost would not be
+Each case gives numbers, the test looks at them. Each rank has data of its own, else a sum that is lost would not be
 seen. With more processes and steps, as a table: sharded_table.py.
 """
 
 import copy
-import faulthandler
 import functools
-import json
 import os
-import sys
-import traceback
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +27,7 @@ from fdora.eager import norm as arithmetic
 from fdora.functional import _sharded_rows
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
+from tests.distributed.world import run as run_cases
 from tests.integrations.permuted import bar, permuted
 from tests.integrations.sharded_layouts import (
     BF16,
@@ -99,19 +95,26 @@ def loss_of(model, ids):
 
 
 @contextmanager
-def norms_counted():
-    """How many norms of layers were computed, not reused."""
-    counts, direct = [0], arithmetic._direct
+def counted(module, name, what=lambda *args: 1):
+    """How often this function is called, or the sum of what is said of its arguments."""
+    total, stock = [0], getattr(module, name)
 
     def one(*args):
-        counts[0] += 1
-        return direct(*args)
+        total[0] += what(*args)
+        return stock(*args)
 
-    arithmetic._direct = one
+    setattr(module, name, one)
     try:
-        yield counts
+        yield total
     finally:
-        arithmetic._direct = direct
+        setattr(module, name, stock)
+
+
+norms_counted = partial(counted, arithmetic, "_direct")  # norms of layers that were computed, not reused
+
+
+def sgd(model):
+    return torch.optim.SGD([p for _, p in trained(model)], lr=RATE, momentum=0.9)
 
 
 class Collectives(TorchDispatchMode):
@@ -129,7 +132,7 @@ def train(run, rank, alone=False):
     """Losses of this rank by step, norms computed by micro-batch. ``alone`` averages the ranks' gradients by hand."""
     losses, norms = [], []
     parameters = [p for p in run.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    optimizer = sgd(run)
     for step in batches():
         total, before = 0.0, [None] * len(parameters)
         for micro in step:
@@ -165,7 +168,7 @@ class Truth:
         self.rank, self.world = rank, world
         exact = in_float64(built())
         ids = batches()
-        optimizer = torch.optim.SGD([p for p in exact.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+        optimizer = sgd(exact)
         self.losses = []
         for i, step in enumerate(ids):
             loss = sum(loss_of(exact, x) for micro in step for x in micro) / (MICRO * world)
@@ -232,41 +235,54 @@ def written(values):
     return get_peft_model_state_dict(model)
 
 
+def begun(run, truth, logits=True):
+    """The first forward and backward, beside whole parameters on this rank's batch and beside float64."""
+    found = {}
+    if logits:
+        with torch.no_grad():
+            y = run(input_ids=batches()[0, 0, truth.rank]).logits
+        found = {"logits same": torch.equal(y, truth.logits), "logits off": (y - truth.logits).abs().max().item()}
+    loss = loss_of(run, batches()[0, 0, truth.rank])
+    loss.backward()
+    got, loss = gradients(run, truth.alone), loss.detach()
+    found |= {"loss same": torch.equal(loss, truth.loss), "loss off": (loss - truth.loss).abs().item()}
+    found |= {"gradients same": same(got, truth.alone), "gradients off": off(got, truth.gradients)}
+    return found | {"gradients off from alone": off(got, truth.alone)}
+
+
+def went_on(run, truth):
+    """All steps; what the adapters are then, and how far from float64, which one process is, too."""
+    losses, norms = train(run, truth.rank)
+    dist.all_reduce(losses)
+    last = adapters(run, truth.alone)
+    found = {"norms": norms, "losses off": (losses / truth.world - truth.losses).abs().max().item()}
+    found |= {"adapters same": same(last, truth.alone_adapters), "adapters off": off(last, truth.adapters)}
+    return last, found | {"losses may be off": truth.alone_losses_off, "adapters may be off": truth.alone_adapters_off}
+
+
+def changed(run, truth):
+    """Every frozen parameter is another."""
+    change(run)
+    return {"after change off": (logits_of(run, truth.rank) - truth.after_change).abs().max().item()}
+
+
 def fused(wrap, truth, mesh):
     """The same with q, k, v and the MLP in one call each: other sums, in the same norms."""
-    model = use_fdora(built(), fuse=True)
-    run = wrap(model, mesh)
-    logits, _ = first_step(run, truth.rank)
-    got = gradients(run, truth.alone)
-    found = {
-        "logits off": (logits - truth.logits).abs().max().item(),
-        "gradients off": off(got, truth.gradients),
-        "losses may be off": truth.alone_losses_off,
-        **paths(model),
-    }
-    model = use_fdora(built(), fuse=True)
-    losses, found["norms"] = train(wrap(model, mesh), truth.rank)
-    dist.all_reduce(losses)
-    return found | {"losses off": (losses / truth.world - truth.losses).abs().max().item()}
+    model, again = (use_fdora(built(), fuse=True) for _ in range(2))
+    return begun(wrap(model, mesh), truth) | paths(model) | went_on(wrap(again, mesh), truth)[1]
 
 
 def on_shards(wrap, truth, mesh):
     """Norms of each rank's rows, all in one call: the same bits. And A changed on one rank alone: nobody waits for ever."""
-    run = wrap(use_fdora(built(), fuse=False, norms_on_shards=True), mesh)
-    logits, loss = first_step(run, truth.rank)
-    got = gradients(run, truth.alone)
-    found = {"same": torch.equal(logits, truth.logits) and torch.equal(loss, truth.loss)}
-    found |= {"gradients same": same(got, truth.alone), "gradients off": off(got, truth.gradients)}
-    model = use_fdora(built(), fuse=False, norms_on_shards=True)
-    run = wrap(model, mesh)
-    _, found["norms"] = train(run, truth.rank)
-    found["rows"] = rows_of_one_step(run, truth.rank)
-    last = adapters(run, truth.alone)
-    found["adapters same"], found["adapters off"] = same(last, truth.alone_adapters), off(last, truth.adapters)
-    found["adapters may be off"] = truth.alone_adapters_off
-    found["gathers"] = gathers_of_a_step(run, truth.rank)
-    change(run)
-    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
+    first, model = (use_fdora(built(), fuse=False, norms_on_shards=True) for _ in range(2))
+    found, run = begun(wrap(first, mesh), truth), wrap(model, mesh)
+    found |= went_on(run, truth)[1]
+    with counted(arithmetic, "_direct", lambda W, *_: W.shape[0]) as rows:  # after a step of the optimizer
+        logits_of(run, truth.rank)
+    # Not by a mode that counts operations: under one there are none, for values of now are not for it.
+    with counted(_sharded_rows, "all_gathered") as gathers:
+        loss_of(run, batches()[0, 0, truth.rank]).backward()
+    found |= {"rows": rows[0], "gathers": gathers[0]} | changed(run, truth)
     with torch.no_grad():
         for n, p in run.named_parameters():
             if "lora_A" in n and truth.rank == 1:
@@ -277,38 +293,6 @@ def on_shards(wrap, truth, mesh):
     change(plain)
     found["after one rank's change off"] = (odd - logits_of(plain, truth.rank)).abs().max().item()
     return found | paths(model)
-
-
-def gathers_of_a_step(run, rank):
-    """All-gathers for norms. Under a mode that counts operations there would be none: values of now are not for it."""
-    count, one = [0], _sharded_rows.all_gathered
-
-    def counted(*args):
-        count[0] += 1
-        return one(*args)
-
-    _sharded_rows.all_gathered = counted
-    try:
-        loss_of(run, batches()[0, 0, rank]).backward()
-    finally:
-        _sharded_rows.all_gathered = one
-    return count[0]
-
-
-def rows_of_one_step(run, rank):
-    """Rows whose norm this rank computes after a step of the optimizer."""
-    rows, direct = [0], arithmetic._direct
-
-    def one(W, *args):
-        rows[0] += W.shape[0]
-        return direct(W, *args)
-
-    arithmetic._direct = one
-    try:
-        logits_of(run, rank)
-    finally:
-        arithmetic._direct = direct
-    return rows[0]
 
 
 def compiled(wrap, fuse, truth, mesh):
@@ -326,19 +310,9 @@ def compiled(wrap, fuse, truth, mesh):
     if STEPS > 3:
         loss_of(made(False), batches()[0, 0, truth.rank]).backward()
     run = made(True)
-    loss = loss_of(run, batches()[0, 0, truth.rank])
-    loss.backward()
-    found = {"gradients off": off(gradients(run, truth.alone), truth.gradients), "loss off": (loss - truth.loss).abs().item()}
+    found = begun(run, truth, logits=False)
     run.zero_grad()
-    losses, _ = train(run, truth.rank)
-    dist.all_reduce(losses)
-    last = adapters(run, truth.alone)
-    found |= {"losses may be off": truth.alone_losses_off, "adapters may be off": truth.alone_adapters_off}
-    return found | {
-        "losses off": (losses / truth.world - truth.losses).abs().max().item(),
-        "adapters off": off(last, truth.adapters),
-        "breaks": len(dict(torch._dynamo.utils.counters["graph_break"])),
-    }
+    return found | went_on(run, truth)[1] | {"breaks": len(dict(torch._dynamo.utils.counters["graph_break"]))}
 
 
 def dropped(wrap, truth, mesh):
@@ -393,52 +367,29 @@ def same(got, want):
     return set(got) == set(want) and all(torch.equal(got[n], want[n]) for n in want)
 
 
-def layout(name, truth, mesh):
+def layout(wrap, truth, mesh):
     """One way to shard, from the first forward to the last step."""
-    wrap = LAYOUTS[name]
-    model = use_fdora(built(), fuse=False)
-    run = wrap(model, mesh)
-    logits, loss = first_step(run, truth.rank)
-    got = gradients(run, truth.alone)
-    found = {
-        "logits same": torch.equal(logits, truth.logits),
-        "logits off": (logits - truth.logits).abs().max().item(),
-        "loss same": torch.equal(loss, truth.loss),
-        "gradients same": same(got, truth.alone),
-        "gradients off": off(got, truth.gradients),
-        "gradients off from alone": off(got, truth.alone),
-        **paths(model),
-    }
-    found["losses may be off"], found["adapters may be off"] = truth.alone_losses_off, truth.alone_adapters_off
-    model = use_fdora(built(), fuse=False)
-    run = wrap(model, mesh)
-    losses, norms = train(run, truth.rank)
-    dist.all_reduce(losses)
-    found["norms"] = norms
-    found["losses off"] = (losses / truth.world - truth.losses).abs().max().item()
-    last = adapters(run, truth.alone)
-    found["adapters same"] = same(last, truth.alone_adapters)
-    found["adapters off"] = off(last, truth.adapters)
+    first, model = (use_fdora(built(), fuse=False) for _ in range(2))
+    found, run = begun(wrap(first, mesh), truth) | paths(first), wrap(model, mesh)
+    last, more = went_on(run, truth)
+    found |= more
     saved = checkpoint(run)
-    found["checkpoint same"] = same(saved, truth.checkpoint)
-    found["checkpoint written"] = same(saved, written(last))
+    found |= {"checkpoint same": same(saved, truth.checkpoint), "checkpoint written": same(saved, written(last))}
     with Collectives() as collectives:
         loss_of(run, batches()[0, 0, truth.rank]).backward()
     found["collectives"] = dict(collectives.counts)
     after = logits_of(run, truth.rank)
-    found["after off"] = (after - truth.after).abs().max().item()
-    found["checkpoint loads"] = loads(saved, after, truth.rank)
+    found |= {"after off": (after - truth.after).abs().max().item(), "checkpoint loads": loads(saved, after, truth.rank)}
     loss_of(run, batches()[0, 0, truth.rank]).backward()  # what stayed gathered goes
-    change(run)
-    found["after change off"] = (logits_of(run, truth.rank) - truth.after_change).abs().max().item()
-    return found
+    return found | changed(run, truth)
 
 
-def loaded(truth, mesh, folder, **sizes):
+def loaded(truth, mesh, **sizes):
     """transformers shards the model as it loads it; then PEFT makes the adapters."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
+    folder = Path(os.environ["FOLDER"])
     if dist.get_rank() == 0:
         llama(**HEADS).save_pretrained(folder / "base")
     dist.barrier()
@@ -451,42 +402,38 @@ def loaded(truth, mesh, folder, **sizes):
 TENSOR_PARALLEL = {"parallelize_module": parallelize, "fsdp over it": fsdp_over_tp}
 
 
-def tensor_parallel(how, truth, mesh, folder):
+def repeated(model, ids):
+    """Steps on these micro-batches: the last loss, norms computed for each, and the gradients of the first step."""
+    optimizer, norms, first = sgd(model), [], None
+    for _ in range(STEPS):
+        for x in ids:
+            with norms_counted() as count:
+                loss = loss_of(model, x)
+                loss.backward()
+            norms.append(count[0])
+        first = first or {n: full(p.grad) for n, p in trained(model)}
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach(), norms, first
+
+
+def tensor_parallel(how, truth, mesh):
     """Every rank has the same batch. Gradients, some steps, and that a fresh adapter changes nothing."""
-    whole = built(HEADS)
-    fresh = None
+    found = {}
     if how == "transformers":
-        run = loaded(truth, mesh, folder, tp_size=truth.world)
-        fresh = logits_of(run, 0)
-        fill(run, whole)
+        run = loaded(truth, mesh, tp_size=truth.world)
+        found["fresh off"] = (logits_of(run, 0) - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()
+        fill(run, built(HEADS))
     else:
         run = TENSOR_PARALLEL[how](use_fdora(built(HEADS), fuse=False), mesh)
     exact, alone = in_float64(built(HEADS)), use_fdora(built(HEADS), fuse=False)
-    found = {} if fresh is None else {"fresh off": (fresh - logits_of(llama(**HEADS).to(device).eval(), 0)).abs().max().item()}
     ids = batches()[0, :, 0]
-    models = (run, exact, alone)
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=RATE, momentum=0.9) for m in models]
     found["logits off"] = (logits_of(run, 0) - logits_of(exact, 0)).abs().max().item()
-    norms = []
-    for i in range(STEPS):
-        for x in ids:
-            with norms_counted() as count:
-                loss = loss_of(run, x)
-                loss.backward()
-            norms.append(count[0])
-            want, same_size = loss_of(exact, x), loss_of(alone, x)
-            (want + same_size).backward()
-            if i == 0:
-                wanted = {n: p.grad for n, p in trained(exact)}
-                found["gradients off"] = off({n: full(p.grad) for n, p in trained(run)}, wanted)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    found |= {"norms": norms, "losses off": (loss - want).abs().item(), **paths(run)}
-    last, wanted = {n: full(p.detach()) for n, p in trained(run)}, dict(trained(exact))
-    found["adapters off"] = off(last, wanted)
+    (loss, norms, first), (want, _, wanted), (same_size, *_) = (repeated(model, ids) for model in (run, exact, alone))
+    found |= {"gradients off": off(first, wanted), "norms": norms, "losses off": (loss - want).abs().item(), **paths(run)}
+    last, wanted = values(run), values(exact)
+    found |= {"adapters off": off(last, wanted), "adapters may be off": off(values(alone), wanted)}
     found["losses may be off"] = (same_size - want).abs().item()
-    found["adapters may be off"] = off({n: p.detach() for n, p in trained(alone)}, wanted)
     if STEPS > 3:  # the first three stretch little
         found |= bars_of_orders(exact, want, ids)
     everyone = [None] * truth.world
@@ -495,9 +442,9 @@ def tensor_parallel(how, truth, mesh, folder):
     with Collectives() as collectives:
         loss_of(run, ids[0]).backward()
     found["collectives"] = dict(collectives.counts)
-    for model in models:
+    for model in (run, exact, alone):
         change(model)
-    after = [logits_of(model, 0) for model in models]
+    after = [logits_of(model, 0) for model in (run, exact, alone)]
     found["after change off"] = (after[0] - after[1]).abs().max().item()
     found["after change may be off"] = (after[2] - after[1]).abs().max().item()
     return found
@@ -556,33 +503,24 @@ def bars_of_orders(exact, last_loss, ids):
     found = []
     for seed in range(2 * dist.get_rank(), 2 * dist.get_rank() + 2):
         alone = use_fdora(permuted(built(HEADS), seed), fuse=False)
-        optimizer = torch.optim.SGD([p for _, p in trained(alone)], lr=RATE, momentum=0.9)
-        for _ in range(STEPS):
-            for x in ids:
-                loss = loss_of(alone, x)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        wanted = {n: p.detach() for n, p in trained(permuted(copy.deepcopy(exact), seed))}
-        found.append(((loss - last_loss).abs().item(), off({n: p.detach() for n, p in trained(alone)}, wanted)))
+        loss, *_ = repeated(alone, ids)
+        apart = off(values(alone), values(permuted(copy.deepcopy(exact), seed)))
+        found.append(((loss - last_loss).abs().item(), apart))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     losses, last = zip(*(each for one in everyone for each in one), strict=True)
     return {"losses bar": bar(losses), "adapters bar": bar(last)}
 
 
-def fsdp_loaded(truth, mesh, folder):
+def fsdp_loaded(truth, mesh):
     """Adapters are made after FSDP2 has sharded the base: they are whole on each rank, and the trainer averages their gradients."""
-    run = loaded(truth, mesh, folder, fsdp_size=truth.world)
+    run = loaded(truth, mesh, fsdp_size=truth.world)
     whole = built(HEADS)
     found = {
         "fresh off": (logits_of(run, truth.rank) - logits_of(llama(**HEADS).to(device).eval(), truth.rank)).abs().max().item()
     }
     start = use_fdora(get_peft_model(llama(**HEADS).to(device), LoraConfig(use_dora=True, **LORA)), fuse=False)
-    names = [n for n, _ in trained(start) if "magnitude" in n]
-    found["m off"] = off(
-        {n: p.detach() for n, p in trained(run) if n in names}, {n: p.detach() for n, p in trained(start) if n in names}
-    )
+    found["m off"] = off(*({n: t for n, t in values(model).items() if "magnitude" in n} for model in (run, start)))
     fill(run, whole)
     logits, _ = first_step(run, truth.rank)
     average(run)
@@ -591,6 +529,11 @@ def fsdp_loaded(truth, mesh, folder):
     found["gradients off"] = off({n: p.grad for n, p in trained(run)}, {n: p.grad for n, p in trained(exact)})
     found["logits off"] = (logits - logits_of(exact, truth.rank)).abs().max().item()
     return found | paths(run)
+
+
+def values(model):
+    """Of the adapters, whole."""
+    return {n: full(p.detach()) for n, p in trained(model)}
 
 
 def full(t):
@@ -616,7 +559,7 @@ def zero(stage, truth, mesh):
     deepspeed.ops.__compatible_ops__ = {}
     model = use_fdora(built(), fuse=False)
     parameters = dict(trained(model))
-    optimizer = torch.optim.SGD(parameters.values(), lr=RATE, momentum=0.9)
+    optimizer = sgd(model)
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO}
     allow = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
     shards = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
@@ -666,7 +609,7 @@ def paths(model):
     }
 
 
-CASES = {name: (lambda truth, mesh, name=name: layout(name, truth, mesh)) for name in LAYOUTS}
+CASES = {name: partial(layout, wrap) for name, wrap in LAYOUTS.items()}
 
 FUSED = (
     "ddp",
@@ -694,40 +637,18 @@ CASES |= {f"tp {how}": partial(tensor_parallel, how) for how in ("transformers",
 ZERO = {f"zero {stage}": partial(zero, stage) for stage in (2, 3)}  # want DeepSpeed
 
 
-def main(rank, world, folder, *names):
-    global device
-    faulthandler.enable()  # world.stacks: SIGABRT
-    if "cuda" in names:  # to look at by hand: other sums than whole parameters on a CPU, and norms that nobody counts here
-        device, names = f"cuda:{rank}", [name for name in names if name != "cuda"]
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(1)
-    _norm.SMALL = 0  # norms are kept however small the weights are
-    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}  # DeepSpeed wants both
-    folder = Path(folder)
-    store = dist.FileStore(str(folder / "store"), world)
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
-    truth = Truth(rank, world)
-    found = {}
-    for name in names or CASES:
-        print(name, flush=True)
-        try:
-            options = {"folder": folder} if name.startswith(("tp", "loaded")) else {}
-            mine = (CASES | ZERO)[name](truth, mesh, **options)
-        except Exception as error:
-            traceback.print_exc()
-            mine = {"error": f"{type(error).__name__}: {error}"}
-        every = [None] * world
-        dist.all_gather_object(every, mine)
-        found[name] = every
-        if rank == 0:
-            (folder / "found.json").write_text(json.dumps(found, indent=1))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # Python aborts at its end, before 3.14, if one of gloo's threads then lets go of a tensor
+@functools.cache
+def prepared():
+    """Made once, for all cases."""
+    world = dist.get_world_size()
+    return Truth(dist.get_rank(), world), dist.init_device_mesh(device.partition(":")[0], (world,))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    _norm.SMALL = 0  # norms are kept however small the weights are
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "DS_ACCELERATOR": "cpu"}  # DeepSpeed wants both
+    if (
+        os.environ["DEVICE"] == "cuda"
+    ):  # to look at by hand: other sums than whole parameters on a CPU, and no norms are counted
+        device = f"cuda:{os.environ['RANK']}"
+    run_cases({f"case_{name}": lambda case=case: case(*prepared()) for name, case in (CASES | ZERO).items()})

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import subprocess
 import sys
 import types
 from importlib import metadata
@@ -13,6 +12,7 @@ from torch import nn
 from fdora import FdoraError
 from fdora.integrations import _framework
 from fdora.integrations._framework import need, put_back, set_aside
+from tests.process import python
 
 PACKAGES = {
     "axolotl": "axolotl",
@@ -66,7 +66,7 @@ def test_in_an_environment_with_torch_alone(name):
         "except fdora.FdoraError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert f"`{PACKAGES[name]}` must be " in done.stdout and "not installed" in done.stdout, done.stderr
 
 

@@ -19,6 +19,8 @@ from fdora import FdoraError
 from fdora.integrations._peft import layer as layers
 from fdora.integrations._peft.patterns import MLP, Mlp, act_of, gated_of, shares_x
 from fdora.integrations.peft import report, restore, use_fdora
+from tests.integrations.models import perturb
+from tests.memory import saved
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", *MLP]
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
@@ -34,13 +36,7 @@ def made(family="llama", targets=TARGETS, dropout=0.0, **config):
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
     model = model(settings(**sizes, **heads, **config))
     model = get_peft_model(model, LoraConfig(r=4, use_dora=True, target_modules=targets, lora_dropout=dropout))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1)
-            if "magnitude" in name:
-                p.mul_(1 + 0.05 * torch.randn_like(p))
-    return model
+    return perturb(model)
 
 
 def step(model):
@@ -58,16 +54,8 @@ def close(got, want):
 
 def kept(model):
     """Bytes that autograd keeps for backward, each piece of memory once."""
-    found = {}
-
-    def keep(t):
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        out = model(input_ids=IDS.repeat(8, 1)).logits
-    del out
-    return sum(found.values())
+    _, found = saved(lambda: model(input_ids=IDS.repeat(8, 1)).logits)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

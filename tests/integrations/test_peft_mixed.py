@@ -27,17 +27,18 @@ def many(dtype=torch.float64, bias=True, **more):
     return use_fdora(perturb(model)).eval()
 
 
+def alone(stock, x, name):
+    """By stock PEFT, with one adapter or none."""
+    if name == "__base__":
+        with stock.disable_adapter():
+            return stock(x)
+    stock.set_adapter(name)
+    return stock(x)
+
+
 def row_by_row(model, x):
-    """Stock PEFT: each row alone."""
-    stock, rows = restore(copy.deepcopy(model)), []
-    for i, name in enumerate(NAMES):
-        if name == "__base__":
-            with stock.disable_adapter():
-                rows.append(stock(x[i : i + 1]))
-        else:
-            stock.set_adapter(name)
-            rows.append(stock(x[i : i + 1]))
-    return torch.cat(rows)
+    stock = restore(copy.deepcopy(model))
+    return torch.cat([alone(stock, x[i : i + 1], name) for i, name in enumerate(NAMES)])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -48,17 +49,8 @@ def test_each_row_is_its_adapters(lead, bias):
     assert_exact(y, row_by_row(model, x))
     counts = {(row.module, row.adapter): row.fused for row in report(model)}
     assert list(counts.values()) == [1, 1, 1], counts
-    assert_exact(model(x, adapter_names=["second"] * 6)[:1], _alone(model, x, "second"))
-    assert_exact(model(x, adapter_names=["__base__"] * 6)[:1], _alone(model, x, None))
-
-
-def _alone(model, x, name):
-    stock = restore(copy.deepcopy(model))
-    if name is None:
-        with stock.disable_adapter():
-            return stock(x[:1])
-    stock.set_adapter(name)
-    return stock(x[:1])
+    for name in ("second", "__base__"):
+        assert_exact(model(x, adapter_names=[name] * 6)[:1], alone(restore(copy.deepcopy(model)), x[:1], name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,17 +69,11 @@ def test_gradients_reach_every_adapter():
     leaves = {n: p.requires_grad_() for n, p in model.named_parameters() if "lora_" in n}
     dy = torch.randn(6, 3, K, dtype=torch.float64)
     got = torch.autograd.grad(model(x, adapter_names=NAMES), [x, *leaves.values()], dy)
-    stock = restore(model)
-    rows = []
+    stock, rows = restore(model), []
     for i, name in enumerate(NAMES):
-        if name == "__base__":
-            with stock.disable_adapter():
-                rows.append(stock(x[i : i + 1]))
-        else:
-            stock.set_adapter(name)
-            for n in leaves:
-                leaves[n].requires_grad_()
-            rows.append(stock(x[i : i + 1]))
+        rows.append(alone(stock, x[i : i + 1], name))
+        for p in leaves.values():  # which set_adapter freezes
+            p.requires_grad_()
     want = torch.autograd.grad(torch.cat(rows), [x, *leaves.values()], dy)
     for n, a, b in zip(["x", *leaves], got, want, strict=True):
         assert_exact(a, b, n)

@@ -17,7 +17,8 @@ from fdora.quant import quantize
 from tests import reference
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
-from tests.integrations.models import FUSED, KINDS, K, N, build, inputs, layer, path, run
+from tests.integrations.models import FUSED, KINDS, MORE, K, N, build, inputs, layer, path, run
+from tests.memory import saved
 
 
 def both(model, x, train=True):
@@ -32,7 +33,7 @@ def same(got, want, what=""):
         assert_exact(got[name], want[name], f"{what} {name}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
 @pytest.mark.parametrize("how", ["train", "dropout", "eval"])
 def test_output_and_every_gradient(kind, how):
     dropout = 0.4 if how == "dropout" and inputs(kind).is_floating_point() else 0.0
@@ -41,29 +42,34 @@ def test_output_and_every_gradient(kind, how):
     same(ours, stock)
     plain = layer(model).base_layer(x)
     assert not torch.allclose(ours["y"], plain)
-    assert path(model) == ("fused" if kind in FUSED and not dropout else "composed")
+    assert path(model) == ("fused" if kind in (*FUSED, *MORE) and not dropout else "composed")
     assert not report(model)[0].fallbacks
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"use_rslora": True},
-        {"rank_pattern": {"0": 2}, "alpha_pattern": {"0": 5}},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": "orthogonal"},
-        {"init_lora_weights": False},
-        {"bias": "all"},
-    ],
-    ids=str,
-)
-def test_configurations(config):
-    model, x = build("linear", dtype=torch.float32, **config), inputs("linear")
-    stock, ours = both(model.double(), x)
-    same(ours, stock)
-    assert path(model) == "fused"
+ANY = [
+    {"use_rslora": True},
+    {"rank_pattern": {"0": 2}, "alpha_pattern": {"0": 5}},
+    {"bias": "all"},
+    {"init_lora_weights": False},
+]
+CONFIGS = [
+    (kind, config) for kind in ("linear", "embedding", "conv1d same", "conv2d of one point", "conv3d padded") for config in ANY
+]
+CONFIGS += [("linear", {"init_lora_weights": init}) for init in ("pissa", "olora", "gaussian", "orthogonal")]
+
+
+@pytest.mark.parametrize(("kind", "config"), CONFIGS, ids=str)
+def test_configurations(kind, config):
+    """To the last digits in float64; in float32, in which it is trained, the dtypes and nearly so."""
+    for dtype in (torch.float32, torch.float64):
+        model, x = build(kind, dtype=torch.float32, **config).to(dtype), inputs(kind, dtype)
+        stock, ours = both(model, x)
+        if dtype == torch.float64:
+            same(ours, stock)
+        for n in stock:
+            assert ours[n].dtype == stock[n].dtype
+            torch.testing.assert_close(ours[n], stock[n], rtol=1e-5, atol=1e-5, msg=lambda text, n=n: f"{n}: {text}")
+        assert path(model) == "fused" or (kind == "linear" and dtype == torch.float32)  # PEFT's own sum with a bias
 
 
 @pytest.mark.parametrize("second", [True, False], ids=["dora", "plain"])
@@ -151,14 +157,11 @@ def test_no_float32_copy_of_the_input():
             param.data = param.data.float()
 
     def kept():
-        found = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
-            model(x)
-        return found
+        return [(t.dtype, t.shape) for t in saved(lambda: model(x))[1]]
 
-    assert (torch.float32, tuple(x.shape)) in kept()
+    assert (torch.float32, x.shape) in kept()
     use_fdora(model)
-    assert (torch.float32, tuple(x.shape)) not in kept()
+    assert (torch.float32, x.shape) not in kept()
 
 
 def test_a_quantised_base_gives_back_its_own_dtype_under_autocast():

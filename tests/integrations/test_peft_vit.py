@@ -26,6 +26,7 @@ from fdora.integrations._peft.patterns import (
     where,
 )
 from fdora.integrations.peft import report, restore, use_fdora
+from tests.integrations.models import perturb
 from tests.process import run_cases
 
 LAYERS = 2
@@ -49,13 +50,7 @@ def made(family="timm", dtype=torch.float64, **config):
         pytest.skip("this transformers has other blocks, whose layers run apart; the one that `make test` installs has these")
     names = LINEARS if family == "timm" else ALL
     model = get_peft_model(model, LoraConfig(r=3, use_dora=True, target_modules=list(names), **config))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1)
-            if "magnitude" in name:
-                p.mul_(1 + 0.05 * torch.randn_like(p))
-    return model.to(dtype)
+    return perturb(model).to(dtype)
 
 
 def images(dtype=torch.float64):

@@ -6,15 +6,15 @@ import re
 from fdora.jobs.plan import Adapter, Setup, capacity, read_model
 from fdora.jobs.plan.__main__ import main
 from fdora.jobs.plan.model import FAMILIES
-from tests.test_layers import ROOT
+from tests.snippets import ROOT, programs, ran
 
 TEXT = (ROOT / "docs/predict.md").read_text()
 
 
 def test_the_programs_and_the_command(tmp_path, monkeypatch, capsys):
     space = {}
-    for program in re.findall(r"```python\n(.*?)```", TEXT, re.S)[1:]:  # the first is `explain`'s
-        exec(compile(program, "docs/predict.md", "exec"), space)
+    for program in programs("docs/predict.md")[1:]:  # the first is `explain`'s
+        ran(program, "docs/predict.md", space)
     out, found = capsys.readouterr().out, space["found"]
     said = re.findall(r": ([\d.]+) GiB, of which .*; (\d+) tokens in 76 GiB", out)
     peaks, tokens = [float(peak) for peak, _ in said], [int(most) for _, most in said]

@@ -1,29 +1,22 @@
 """docs/quantised.md keeps its word."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from bench import quant_error
-from fdora.quant import kinds, part, quantize
+from fdora.quant import part, quantize, weight
 from tests import reference
+from tests.snippets import ROOT, programs, ran
 
-PAGE = (Path(__file__).parents[2] / "docs" / "quantised.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = (ROOT / "docs/quantised.md").read_text()
 ROWS = {name: cells for row in re.findall(r"^\| (`.*)\|$", PAGE, re.M) for name, *cells in [row.split("|")]}
 
 
-def run(program):
-    space = {"__name__": "docs"}
-    exec(compile(program, "docs/quantised.md", "exec"), space)
-    return space
-
-
 def test_the_programs(monkeypatch):
-    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
-    first, second = (run(program) for program in PROGRAMS)
+    monkeypatch.setattr(weight, "KINDS", dict(weight.KINDS))
+    first, second = (ran(program, "docs/quantised.md") for program in programs("docs/quantised.md"))
     W, A, B, m, x = (first[name] for name in ("W", "A", "B", "m", "x"))
     assert torch.equal(first["y"], x @ W.dequantize().T)  # B = 0
     assert first["packed"].spec == W.spec and 0 <= first["error"] < 1e-4  # B = 0
@@ -39,7 +32,7 @@ def test_errors_of_8_bit_products():
     """The table in bench/NOTES.md, at an eighth of its size, and the largest of it on the page."""
     from bench.fp8_error import INPUTS, SCALES, errors
 
-    notes = (Path(__file__).parents[2] / "bench" / "NOTES.md").read_text()
+    notes = (ROOT / "bench/NOTES.md").read_text()
     rows = re.findall(r"^\| ([\w ]+) \| ([\w ]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", notes, re.M)
     assert [row[:2] for row in rows] == [(kind, scale) for kind in INPUTS for scale in SCALES]
     for kind, scale, *said in rows:
@@ -50,7 +43,7 @@ def test_errors_of_8_bit_products():
 
 def formats():
     """Rows of another weight are a kind, and no format."""
-    return kinds.KINDS.keys() - {part.KIND}
+    return weight.KINDS.keys() - {part.KIND}
 
 
 def test_every_kind_has_a_row():

@@ -39,33 +39,6 @@ def int8(**changes):
     return stand_in("Int8Tensor", **base | changes)
 
 
-def test_int8_of_every_granularity():
-    t = int8()
-    q = from_torchao(t)
-    assert (q.kind, q.shape, q.dtype, q.facts) == ("int8", (6, 8), torch.bfloat16, ("int8", "row", (0, 0), 1.0))
-    assert torch.equal(q.dequantize(torch.float32), t.qdata.float() * t.scale)
-    assert q.tensors[0].data_ptr() == t.qdata.data_ptr() and q.tensors[1].data_ptr() == t.scale.data_ptr()
-    zeros = torch.zeros(6, 1, dtype=torch.int8, device=device.NAME)
-    assert from_torchao(int8(zero_point=zeros)).kind == "int8"
-    assert from_torchao(int8(scale=t.scale[:1], block_size=[6, 8])).facts.scale == "tensor"
-    assert from_torchao(int8(scale=torch.rand(6, 2), block_size=[1, 4])).facts.block == (1, 4)
-
-
-@pytest.mark.parametrize("block", [(1, 8), (1, 4), (2, 3)])
-def test_zero_points(block):
-    bn, bk = block
-    size = (-(-6 // bn), -(-8 // bk))
-    zero = (randint(*size).int() - 128).to(torch.int8)
-    zero[0, 0] = 3
-    t = int8(zero_point=zero, block_size=list(block), scale=torch.rand(size, device=device.NAME))
-    q = from_torchao(t)
-    assert q.kind == "affine" and q.facts == (block,)
-    big = [s.repeat_interleave(bn, 0)[:6].repeat_interleave(bk, 1)[:, :8].double() for s in (zero, t.scale)]
-    truth = (t.qdata.double() - big[0]) * big[1]
-    torch.testing.assert_close(q.dequantize(torch.float64), truth, rtol=2e-7, atol=0)
-    assert torch.equal(q.dequantize(rows=slice(1, 4)), q.dequantize()[1:4])
-
-
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [

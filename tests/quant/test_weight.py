@@ -28,7 +28,7 @@ from fdora.quant import (
     quantize,
     register_kind,
 )
-from fdora.quant.kinds import KINDS
+from fdora.quant.weight import KINDS
 from tests import device
 from tests.quant.make import CASES, State, twice
 

@@ -73,10 +73,11 @@ def test_int8(dtype, symmetric):
         module, reason="this torchao has no Int8Tensor; runs with 0.18, as in `make test`"
     ).Int8Tensor
     kind = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
-    for granularity in (ao.PerRow(), ao.PerTensor(), ao.PerGroup(128)):
+    for granularity, scale in ((ao.PerRow(), "row"), (ao.PerTensor(), "tensor"), (ao.PerGroup(128), "block")):
         t = Int8Tensor.from_hp(torch.randn(256, 384).to(dtype) + 0.3, granularity, mapping_type=kind)
         q = from_torchao(t)
-        assert q.kind == ("int8" if symmetric else "affine")
+        assert q.kind == ("int8" if symmetric else "affine") and (not symmetric or q.facts.scale == scale)
+        assert q.tensors[0].data_ptr() == t.qdata.data_ptr()
         same(q, t.dequantize())
 
 

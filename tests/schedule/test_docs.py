@@ -7,16 +7,15 @@ import pytest
 
 from fdora.jobs.schedule import from_json, optimizer_steps, segment_ends
 from fdora.jobs.schedule.__main__ import main
-from tests.test_layers import ROOT
+from tests.snippets import ROOT, programs, ran
 
 TEXT = (ROOT / "docs/training-many.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)[:-1]  # before the loop
 
 
 def test_the_programs(capsys):
     space = {}
-    for program in PROGRAMS:
-        exec(compile(program, "docs/training-many.md", "exec"), space)
+    for program in programs("docs/training-many.md")[:-1]:  # before the loop
+        ran(program, "docs/training-many.md", space)
     found, out = space["found"], capsys.readouterr().out
     assert f"{len(found.microbatches)} {found.bound} {found.noops} {found.fill:.0%}" in out
     assert sum(space["times"]) > space["together"].time and found.noops == 0

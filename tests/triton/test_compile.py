@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from fdora._records import Dropout, Operands  # noqa: E402
-from fdora.triton import act  # noqa: E402
+from fdora.triton import mlp  # noqa: E402
 from fdora.triton.factors import factor_gradients  # noqa: E402
 from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
@@ -172,8 +172,7 @@ KERNELS = (
     "add_parts",
     "codes_parts",
     "small_codes",
-    "dequantize4",
-    "dequantize8",
+    "dequantize",
     "fp8_blocks",
     "fp8_gemm",
     "fp8_rows",
@@ -225,8 +224,7 @@ KERNELS = (
     "spread",
     "rows",
     "hash",
-    "lost4",
-    "lost8",
+    "lost",
     "merge",
     "norm",
     "norm_add",
@@ -240,9 +238,8 @@ KERNELS = (
     "small_norm",
     "planes_bwd",
     "planes_fwd",
-    "quant4",
+    "quant",
     "quant4_strips",
-    "quant8",
     "rest",
     "scale",
     "shrink",
@@ -413,8 +410,8 @@ def test_copies_dropout_epilogues_and_activations(target, tmp_path):
         da, gate, up = map(plan.matrix, likes)
         out = [plan.result(name, (M, N), gate.dtype) for name in ("a", "b")]
         for name in ("silu", "gelu", "gelu_tanh"):
-            act.forward(plan, gate, up, out[0], name)
-            act.backward(plan, da, gate, up, *out, name)
+            mlp.act_forward(plan, gate, up, out[0], name)
+            mlp.act_backward(plan, da, gate, up, *out, name)
 
     vector, d = alike(N, dtype=FP32), device(target)
     plans = [plan_of(copies, *[alike(32, N, dtype=t)] * n, device=d) for t in (BF16, FP32) for n in (1, MAX_AT_ONCE)]

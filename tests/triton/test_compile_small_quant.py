@@ -10,8 +10,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora._records import Operands
 from fdora.quant import Codes8, Lut4
 from fdora.triton.codes import Coded, packed
-from fdora.triton.small import Back, Out
-from fdora.triton.small_quant import small_backward_of_codes, small_forward_of_codes
+from fdora.triton.small import Back, Out, small_backward, small_forward
 from tests.triton.test_compile import TARGETS, WORDS, assert_fits, build, device, pytestmark  # noqa: F401
 from tests.triton.written import BF16, FP32, alike, launches, likes_of_codes, plan_of
 
@@ -32,10 +31,10 @@ def steps_of(form, target, M, columns, N=4096, K=4096, r=16):
         m, W, s = plan.vector(m), packed(plan, likes, Coded((N, K), form)), plan.scalar("s")
         if columns:
             out = Back(plan.result("dx", (M, K), BF16), plan.result("dA", (r, K), BF16), x)
-            small_backward_of_codes(plan, dz, Operands(W, A, B, None, None, None, None), s, out, accumulate=True)
+            small_backward(plan, dz, Operands(W, A, B, None, None, None, None), s, out, accumulate=True)
         else:
             out = Out(*(plan.result(name, (M, n), BF16) for name, n in (("y", N), ("h", r), ("pre", N))))
-            small_forward_of_codes(plan, x, Operands(W, A, B, m, m, m, None), s, out)
+            small_forward(plan, x, Operands(W, A, B, m, m, m, None), s, out)
 
     matrices = (alike(*shape, dtype=BF16) for shape in ((M, K), (M, N), (r, K), (N, r)))
     likes = (*matrices, alike(N, dtype=FP32), *likes_of_codes(Coded((N, K), form)))

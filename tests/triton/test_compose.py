@@ -2,24 +2,15 @@
 
 import torch
 
-from fdora.functional import dora_compose, dora_delta
+from fdora.functional import dora_compose
 from tests import device
-from tests.checks.compose import inputs, truth
-from tests.close import rel_l2
-from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels
+from tests.triton.marks import needs_gpu, needs_kernels
 
 pytestmark = needs_kernels
 
 
-def test_rounds_once():
-    dtype, limit = (torch.float16, 2.2e-4) if INTERPRETED else (torch.bfloat16, 1.7e-3)
-    base, lora, g, bias = inputs((64,), 512, dtype, spread=0.0015)
-    assert rel_l2(dora_compose(base, lora, g, s=2.0, bias=bias, backend="triton"), truth(base, lora, g, 2.0, bias)) <= limit
-    assert rel_l2(dora_delta(base, lora, g, s=2.0, backend="triton"), truth(base, lora, g, 2.0) - base.double()) <= limit
-
-
 def test_transforms():
-    base, lora, g, _ = inputs((6,), 40, torch.float32)
+    base, lora, g = (torch.randn(shape, device=device.NAME) for shape in ((6, 40), (6, 40), (40,)))
 
     def loss(base, lora, g):
         return dora_compose(base, lora, g, s=0.7, backend="triton").square().sum()

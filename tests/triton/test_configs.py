@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.triton.tiles import measured, waves
 from fdora.triton.tiles.configs import SMALL, long_strip, nearest, rest_config, scale_config, small_config
 from fdora.triton.tiles.few import takes_narrow_tiles
-from fdora.triton.tiles.product import CUBLAS, FUSED, PASSES, POINTERS, fused_config, product_way, tiles
+from fdora.triton.tiles.product import CUBLAS, FUSED, PASSES, POINTERS, Ask, fused_config, product_way, tiles
 from fdora.triton.tiles.waves import Tile, cublas_us, fused_us, gpu_of, pass_us
 
 H200 = gpu_of(90, 132)
@@ -59,10 +59,12 @@ def test_any_shape_on_any_gpu():
     for M, N, K, capability in itertools.product(sizes, sizes, sizes, (0, 75, 80, 86, 89, 90, 100, 103, 120, 150)):
         for r, (trans_b, extra) in itertools.product((1, 64), itertools.product((True, False), repeat=2)):
             on = (trans_b, extra, True, capability, 132)
-            tile = fused_config(M, N, K, r, *on)
+            tile = fused_config(Ask(M, N, K, r, *on))
             assert tile.tma == (90 <= capability < 120) and tile in tiles(trans_b, extra, tile.tma, capability)
-            way = product_way(M, N, K, r, *on)
-            assert way.kind in ("fused", "after", "first") and way.us > 0 and way == product_way.__wrapped__(M, N, K, r, *on)
+            way = product_way(Ask(M, N, K, r, *on))
+            assert (
+                way.kind in ("fused", "after", "first") and way.us > 0 and way == product_way.__wrapped__(Ask(M, N, K, r, *on))
+            )
             assert (way.tile is not None) == (way.kind == "fused")
             config = scale_config(M, N, r, True, capability)
             assert config.ROWS % config.BLOCK_M == 0 and rest_config(r).BLOCK_R <= 64
@@ -97,11 +99,11 @@ def test_more_of_anything_takes_longer():
 
 def test_shapes_of_the_issue():
     """128 x 256 tiles of dx would be 160 for 132 multiprocessors; from 3000 tokens on the fused product measured fastest."""
-    assert product_way(2048, 2560, 9728, 24, False, False, True, 90, 132).kind != "fused"
-    assert product_way(16384, 4096, 4096, 64, True, False, True, 90, 132).kind == "fused"
-    assert product_way(300, 1024, 16384, 64, True, False, True, 90, 132).kind != "fused"
+    assert product_way(Ask(2048, 2560, 9728, 24, False, False, True, 90, 132)).kind != "fused"
+    assert product_way(Ask(16384, 4096, 4096, 64, True, False, True, 90, 132)).kind == "fused"
+    assert product_way(Ask(300, 1024, 16384, 64, True, False, True, 90, 132)).kind != "fused"
     # 85 tiles for 132 multiprocessors, each of which has more of L2 (14.8 us), and cuBLAS chooses badly (22.4)
-    assert product_way(320, 2176, 4480, 64, False, False, True, 90, 132).kind == "fused"
+    assert product_way(Ask(320, 2176, 4480, 64, False, False, True, 90, 132)).kind == "fused"
 
 
 def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
@@ -109,7 +111,7 @@ def test_rows_that_end_inside_a_tile_cost_what_adds_to_another_dx():
     fit, tile = FUSED[False][True, 128, 128, 64, 8, False, True, 4, 6], Tile(128, 128, 64, 1)
     odd, whole = (fused_us(M, 8192, 3072, 384, tile, fit, H200, moved=False) for M in (140, 256))
     assert odd > 1.2 * whole > fused_us(140, 8192, 3072, 384, tile, fit, H200)
-    ways = [product_way(M, 8192, 3072, 384, False, adds, True, 90, 132).kind for M, adds in ((140, True), (128, True))]
+    ways = [product_way(Ask(M, 8192, 3072, 384, False, adds, True, 90, 132)).kind for M, adds in ((140, True), (128, True))]
     assert ways == ["first", "fused"]
 
 

@@ -54,7 +54,7 @@ def test_many_tokens(shape, lead, walks, dtype, chosen_anew, monkeypatch):
 
     monkeypatch.setattr(embedding, "MANY", 2)
     monkeypatch.setattr(embedding, "WALKS", walks)
-    monkeypatch.setattr(embedding, "walk_config", lambda T: embedding.WalkConfig(16, 64, 4, 3, 0))
+    monkeypatch.setattr(embedding, "walk_config", lambda _, r: embedding.Config(16, 64, embedding.power_of_two(r), 4, STAGES=3))
     W, A, B, m = table(*shape, 0, dtype, torch.float32)
     ids, norm = numbers(shape[0], lead), norm_of(W, A, B, 0)
     y = dora_embedding(ids, W, A, B, m, s=S, norm=norm, backend="triton")

@@ -337,7 +337,7 @@ def test_what_it_says_of_codes():
     assert said.notes == ("W: nf4, (4096, 4096): 8.25 MiB stored, 0.516 bytes a weight; 32.00 MiB in bfloat16",)
     backward = said.plans[1]
     assert "; W is decoded first, its norm with it" in str(said) and backward.workspace >= 2 * 4096 * 4096
-    (row,) = [row for row in backward.steps if row.what == "dequantize4_kernel"]
+    (row,) = [row for row in backward.steps if row.what == "dequantize_kernel"]
     assert row.bytes == pytest.approx(W.nbytes + 2 * 4096 * 4096, rel=1e-3)
     assert not any(t.shape == (4096, 4096) and t.name not in "xy" for t in said.kept)
     assert explain(F.dora_linear, x, W, A, B, m, s=2.0).notes[1:] == said.notes  # where the tensors are: plain torch

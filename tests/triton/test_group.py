@@ -5,7 +5,6 @@ import torch
 
 from fdora.functional import DoraLayer, dora_linear_group, dora_mlp, dora_norm
 from tests import device
-from tests.checks.group import joined
 from tests.checks.mlp import ACTS
 from tests.close import rel_l2
 from tests.make import tensors
@@ -15,10 +14,6 @@ from tests.triton.written import copied, results_of
 
 pytestmark = needs_kernels
 DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
-
-
-def wide(t):
-    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in t.items()}
 
 
 def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
@@ -37,7 +32,7 @@ def packed(t, biased):
 
 def grouped(**options):
     def f(x, members, backend):
-        return joined(dora_linear_group(x, members, backend=backend, **options))
+        return torch.cat([y.reshape(-1) for y in dora_linear_group(x, members, backend=backend, **options)])
 
     return f
 
@@ -54,18 +49,18 @@ def mlp(**options):
 def test_the_activation(act, dtype):
     """One rounding of float64's result, forward and backward, in any strides; the last also in the place of da."""
     from fdora.eager import act as eager
-    from fdora.triton import act as kernels
+    from fdora.triton import mlp as kernels
     from fdora.triton.copy import dense
 
     def write(plan, gate, up, da=None):
         made = [plan.result(name, gate.shape, dtype) for name in (["a"] if da is None else ["dgate", "dup"])]
         of = [dense(plan, plan.matrix(t)) for t in (gate, up, da) if t is not None]
-        kernels.forward(plan, *of, made[0], act) if da is None else kernels.backward(plan, of[2], *of[:2], *made, act)
+        kernels.act_forward(plan, *of, made[0], act) if da is None else kernels.act_backward(plan, of[2], *of[:2], *made, act)
 
     def in_place(plan, gate, up, da):
         of = [plan.matrix(t) for t in (gate, up, da)]
         dgate, dup = plan.result("dgate", gate.shape, dtype), copied(plan, "dup", of[2])
-        kernels.backward(plan, dup, *of[:2], dgate, dup, act)
+        kernels.act_backward(plan, dup, *of[:2], dgate, dup, act)
 
     gate, up, da = (3 * torch.randn(37, 131, device=device.NAME).to(dtype) for _ in range(3))
     gate[0, :4] = torch.tensor([0.0, -300, 300, -1e-7])

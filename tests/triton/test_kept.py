@@ -91,7 +91,7 @@ def test_several_norms_come_together():
 
 def test_many_chunks_of_rows(monkeypatch, chosen_anew):
     """float32 adapters are split some rows at a time: all are compared before any fingerprint is replaced."""
-    monkeypatch.setattr("fdora.triton.norm.rows_at_a_time", lambda *_: 128)
+    monkeypatch.setattr("fdora.triton.split.rows_at_a_time", lambda *_: 128)
     W, A, B = inputs(HALF[0], N=300, adapter=torch.float32)
     c, seen = dora_norm_state(W)
     for _ in range(2):

@@ -10,10 +10,11 @@ from torch import nn
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora._facts import python_places
-from fdora._plain import Entry, Route, python_follow, python_operands, python_unchanged
+from fdora._plain import Entry, Names, Route, python_follow, python_operands, python_unchanged
 from fdora.triton.runtime import private
 
 QUIET = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "mark")
+NAMES = Names("variants", "active", QUIET)
 ENTRIES = (
     Entry((), nn.ModuleDict, (), (("off", False), ("merged", []), ("scaling", {"a": 2.0}))),
     Entry(("base",), nn.Linear, ("weight", "bias")),
@@ -36,7 +37,7 @@ def made():
         {"base": nn.Linear(4, 4, bias=False), "parts": nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Identity()})}
     )
     layer.off, layer.merged, layer.scaling = False, [], {"a": 2.0}
-    layer.lora_variant, layer._active_adapter = {"a": Variant()}, "a"
+    layer.variants, layer.active = {"a": Variant()}, "a"
     return layer
 
 
@@ -72,16 +73,16 @@ CHANGES = {
     "merged": lambda m: m.merged.append("a"),
     "another scale": lambda m: m.scaling.update(a=3.0),
     "an attribute less": lambda m: delattr(m, "scaling"),
-    "the name in a list": lambda m: setattr(m, "_active_adapter", ["a"]),
-    "several active": lambda m: setattr(m, "_active_adapter", ["a", "b"]),
-    "another active": lambda m: setattr(m, "_active_adapter", "b"),
-    "an equal name": lambda m: setattr(m, "_active_adapter", bytes([97]).decode()),
-    "a route of another adapter": lambda m: setattr(m.lora_variant["a"], "route", Route("b", 2.0, ENTRIES, 3)),
-    "no route": lambda m: setattr(m.lora_variant["a"], "route", None),
-    "a variant without routes": lambda m: m.lora_variant.update(a=nn.Identity()),
-    "no variants": lambda m: delattr(m, "lora_variant"),
-    "a call that is shared": lambda m: setattr(m.lora_variant["a"], "shared", object()),
-    "a call that is shared no more": lambda m: setattr(m.lora_variant["a"], "shared", None),
+    "the name in a list": lambda m: setattr(m, "active", ["a"]),
+    "several active": lambda m: setattr(m, "active", ["a", "b"]),
+    "another active": lambda m: setattr(m, "active", "b"),
+    "an equal name": lambda m: setattr(m, "active", bytes([97]).decode()),
+    "a route of another adapter": lambda m: setattr(m.variants["a"], "route", Route("b", 2.0, ENTRIES, 3)),
+    "no route": lambda m: setattr(m.variants["a"], "route", None),
+    "a variant without routes": lambda m: m.variants.update(a=nn.Identity()),
+    "no variants": lambda m: delattr(m, "variants"),
+    "a call that is shared": lambda m: setattr(m.variants["a"], "shared", object()),
+    "a call that is shared no more": lambda m: setattr(m.variants["a"], "shared", None),
 }
 STILL = (
     "nothing",
@@ -113,12 +114,12 @@ def test_a_route_leads_to_what_it_led_to_and_nowhere_else(follow, change):
     m = made()
     CHANGES[change](m)
     for alone in (False, True):
-        found = follow((made(), m), QUIET, alone)
+        found = follow((made(), m), NAMES, alone)
         if change not in STILL and alone is not ALONE.get(change):
             assert found is None
             continue
         (_, before), (variant, s, *tensors) = [found[0][:2], found[1]]
-        assert (before, s) == (2.0, 2.0) and variant is m.lora_variant["a"] and len(tensors) == 3
+        assert (before, s) == (2.0, 2.0) and variant is m.variants["a"] and len(tensors) == 3
         for t, wanted in zip(tensors, (m["base"].weight, m["base"].bias, m["parts"]["a"].weight), strict=True):
             assert t is wanted
 
@@ -126,13 +127,13 @@ def test_a_route_leads_to_what_it_led_to_and_nowhere_else(follow, change):
 @pytest.mark.parametrize("follow", FOLLOW)
 def test_nothing_is_kept(follow):
     m, lost = made(), made()
-    lost.lora_variant["a"].route = Route("a", 2.0, (*ENTRIES, Entry(("missing",), nn.Linear, ())), 3)
-    parts = [m, m["base"], m["base"].weight, m["parts"]["a"].weight, m["parts"]["b"], m["base"].__dict__, m.lora_variant["a"]]
-    parts += [lost["base"].weight, lost.lora_variant["a"], lost.lora_variant["a"].route, None]
+    lost.variants["a"].route = Route("a", 2.0, (*ENTRIES, Entry(("missing",), nn.Linear, ())), 3)
+    parts = [m, m["base"], m["base"].weight, m["parts"]["a"].weight, m["parts"]["b"], m["base"].__dict__, m.variants["a"]]
+    parts += [lost["base"].weight, lost.variants["a"], lost.variants["a"].route, None]
     before = list(map(sys.getrefcount, parts[:-1]))
     for _ in range(3):
-        assert follow((m,), QUIET, True) is not None
-        assert follow((m, lost), QUIET, True) is None
+        assert follow((m,), NAMES, True) is not None
+        assert follow((m, lost), NAMES, True) is None
     assert list(map(sys.getrefcount, parts[:-1])) == before
 
 
@@ -140,12 +141,14 @@ def test_nothing_is_kept(follow):
 def test_what_c_does_not_take():
     follow, unchanged = private.walker().follow, private.walker().unchanged
     with pytest.raises(TypeError, match="tuple of layers"):
-        follow([made()], QUIET, True)
+        follow([made()], NAMES, True)
+    with pytest.raises(TypeError, match="names of their attributes"):
+        follow((made(),), QUIET, True)
     m = made()
     for size in (2, 4):  # of another number of parameters than it says
-        m.lora_variant["a"].route = Route("a", 2.0, ENTRIES, size)
-        assert follow((m,), QUIET, True) is None
-    assert follow((3,), QUIET, True) is None  # no module at all
+        m.variants["a"].route = Route("a", 2.0, ENTRIES, size)
+        assert follow((m,), NAMES, True) is None
+    assert follow((3,), NAMES, True) is None  # no module at all
     with pytest.raises(TypeError, match="and a place"):
         unchanged((torch.ones(1),), (), (), 0)
     one = torch.ones(1)

@@ -13,7 +13,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.walk import like, run
 from fdora.triton.tiles.configs import GemmConfig
-from fdora.triton.tiles.product import Way, fused_config
+from fdora.triton.tiles.product import Ask, Way, fused_config
 from tests import device
 from tests.close import assert_within
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
@@ -31,7 +31,7 @@ def random(*shape, dtype=HALF):
 
 def way_of(kind, M, N, K, r, trans_b):
     on = device_of(torch.device(device.NAME))
-    tile = fused_config(M, N, K, r, trans_b, False, False, on.capability, on.num_sms) if kind == "fused" else None
+    tile = fused_config(Ask(M, N, K, r, trans_b, False, False, on.capability, on.num_sms)) if kind == "fused" else None
     return Way(kind, tile, 0.0)
 
 

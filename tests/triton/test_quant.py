@@ -77,11 +77,9 @@ def test_a_state_is_decided_on_by_the_kernels(name, dtype, launched, monkeypatch
 
 
 def test_a_state_across_more_tiles_than_programs_and_in_a_captured_graph(monkeypatch):
-    from fdora.triton import quant
-
     W = weight("nf4 nested", 400, 320)
     A, B = adapter(W)
-    monkeypatch.setattr(quant, "rows_at_a_time", lambda *_: 256)
+    monkeypatch.setattr("fdora.triton.split.rows_at_a_time", lambda *_: 256)
     state, seen = moved(W, A, B, dora_norm_state(W), "triton")
     want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
     torch.testing.assert_close(state.c.double(), want, rtol=1e-6, atol=0)

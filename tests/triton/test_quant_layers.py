@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, kinds, lut4, opaque, quantize
+from fdora.quant import Codes8, Lut4, QuantWeight, lut4, opaque, quantize
+from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
 from fdora.triton.linear import plan_backward, plan_forward
@@ -356,9 +357,9 @@ def test_compiled_whole(undecoded):
 @needs_kernels
 def test_what_kernels_may_read(monkeypatch):
     """Not a kind of somebody's own that borrows the facts, nor a norm in float64."""
-    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    monkeypatch.setattr(formats, "KINDS", dict(formats.KINDS))
     W = weight("nf4")
-    kinds.register_kind("mine", dequantize=lambda W, i, j: 2 * lut4.decode(W, i, j))
+    formats.register_kind("mine", dequantize=lambda W, i, j: 2 * lut4.decode(W, i, j))
     assert is_decoded(W.spec) and not is_decoded(replace(W, kind="mine").spec)
     assert not is_decoded(replace(weight("int8"), facts=Codes8("int8", "row", (0, 0), 0.5)).spec)
     assert forms_norm(W, "triton") and not forms_norm(W, "eager") and not forms_norm(W.to(torch.float64), "triton")
@@ -392,7 +393,7 @@ def test_a_dense_weight_is_there_once_at_a_time(tokens):
     likes = [alike(tokens, K, dtype=BF16), *la, *la, *frozen, *codes * 3]
     plan = plan_forward(likes, HOPPER, 0.0, "lora", ("output", "output", "nothing"), True, *facts(coded, coded, coded))
     times = 1 if tokens == 16 else 3
-    assert kernels(plan)["dequantize4_kernel"] == times
+    assert kernels(plan)["dequantize_kernel"] == times
     assert DENSE <= plan.workspace < DENSE + 2**21
     kept = {a.name for a in plan.results if a.name.startswith("pre_scale")}
     assert kept == ({"pre_scale0", "pre_scale1"} if tokens == 16 else set())  # for the gradient of m, without W
@@ -408,7 +409,7 @@ def test_a_backward_decodes_once_and_only_where_it_reads():
     for pre_scale, need_x in product((False, True), (False, True)):
         likes = (x, h, y, y, *la, *codes)
         plan = plan_backward(likes, HOPPER, 0.0, "lora", (pre_scale,), need_x, (True,) * 3 + (False,) * 2, *facts(coded))
-        counts[pre_scale, need_x] = (kernels(plan)["dequantize4_kernel"], kernels(plan)["lost4_kernel"])
+        counts[pre_scale, need_x] = (kernels(plan)["dequantize_kernel"], kernels(plan)["lost_kernel"])
         assert need_x or plan.workspace < 2 * M * (N + K) * 2
     # the gradient of m may want rows of W, those that are lost, unless it has the values before g
     assert counts == {(False, False): (0, 1), (False, True): (1, 1), (True, False): (0, 0), (True, True): (1, 0)}
@@ -431,8 +432,8 @@ def test_a_norm_costs_no_pass_of_its_own():
     x = alike(512, K, dtype=BF16)
     plan = plan_forward([x, *la, *codes], HOPPER, 0.0, "lora", ("output",), True, *facts(coded))
     first, second, *_ = plan.steps
-    assert (first.kernel.__name__, second.kernel.__name__) == ("quant4_kernel", "sum_kernel")
-    assert STORED + DENSE < first.cost.bytes < 1.04 * (STORED + DENSE) and "dequantize4_kernel" not in kernels(plan)
+    assert (first.kernel.__name__, second.kernel.__name__) == ("quant_kernel", "sum_kernel")
+    assert STORED + DENSE < first.cost.bytes < 1.04 * (STORED + DENSE) and "dequantize_kernel" not in kernels(plan)
     assert plan.results[-1][:3] == ("c0", (N,), (1,))
 
 

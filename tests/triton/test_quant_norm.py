@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import quant as quantised
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton import quant
 from fdora.triton.codes import Coded, weights_of, written
 from fdora.triton.quant import plan_quant_norm, quant_norm
 from fdora.triton.runtime import walk
@@ -23,7 +22,7 @@ from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from fdora.triton.tiles.quant import run_of, strip_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels
-from tests.triton.written import HOPPER, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
+from tests.triton.written import HOPPER, arguments, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 FP32 = torch.float32
@@ -229,8 +228,8 @@ def test_float8_as_the_hardware_has_it(as_hopper):
         assert torch.equal(W, case.W) and torch.equal(dense_of(case, FP32), W)
         assert_norm(c, case.W, A, B, 0.7)
     if device.NAME == "cpu":
-        found = [step for plan in plans.values() for name in ("quant8", "dequantize8") for step in launches(plan, name)]
-        assert len(found) == 4 and not any(step.constexprs[1] for step in found)
+        found = [step for plan in plans.values() for name in ("quant", "dequantize") for step in launches(plan, name)]
+        assert len(found) == 4 and not any(arguments(step)["BY_BITS"] for step in found)
 
 
 @needs_kernels
@@ -535,7 +534,7 @@ def test_runs_of_tiles(chosen_anew, monkeypatch):
     e4m3 = eight("e4m3", "block", 70, 650)
     for case, r, dtype, tiles in ((nf4, 8, HALF, 2), (nf4, 24, FP32, 8), (mxfp4, 80, HALF, 2), (e4m3, 8, HALF, 4)):
         chosen_anew.clear()
-        monkeypatch.setattr(quant, "run_of", lambda *_, tiles=tiles: tiles)
+        monkeypatch.setattr("fdora.triton.norm_codes.run_of", lambda *_, tiles=tiles: tiles)
         A, B = adapter(case, r, dtype)
         c, W = run(case, A, B, dense=FP32)
         assert torch.equal(W, case.W)

@@ -18,7 +18,7 @@ GROUPS = {"fp32": 64, "nested": 64, "e8m0": 32, "e4m3*global": 16, "e4m3/global"
 
 
 def walked(plans):
-    return [step.kernel.__name__ == "quant4_strips_kernel" for plan in plans.values() for step in launches(plan, "quant4")]
+    return [step.kernel.__name__ == "quant4_strips_kernel" for plan in plans.values() for step in launches(plan, "quant")]
 
 
 @needs_kernels

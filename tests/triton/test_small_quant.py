@@ -12,8 +12,7 @@ from fdora.quant import TABLES, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, packed
 from fdora.triton.runtime.lookup import PICKED, SCALED
-from fdora.triton.small import Back, Out
-from fdora.triton.small_quant import reads, small_backward_of_codes, small_forward_of_codes
+from fdora.triton.small import Back, Out, reads, small_backward, small_forward
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
@@ -43,7 +42,7 @@ def forward(case, x, A, B, m, c, bias, config=None, s=S):
         m, c, bias = (plan.vector(like) for like in likes[3:6])
         W, M, (N, r) = packed(plan, likes[6:], case.coded), x.shape[0], B.shape
         out = Out(plan.result("y", (M, N), FP32), plan.result("h", (M, r), HALF), plan.result("pre", (M, N), FP32))
-        small_forward_of_codes(plan, x, Operands(W, A, B, m, c, bias, None), plan.scalar("s"), out, config)
+        small_forward(plan, x, Operands(W, A, B, m, c, bias, None), plan.scalar("s"), out, config)
 
     return results_of(write, x, A, B, m, c, bias, *case.tensors, scalars=(s,))
 
@@ -56,8 +55,8 @@ def backward(case, dz, x, A, B, config=None, s=S, onto=None, need_A=True):
         la, s = Operands(packed(plan, likes[4:], case.coded), A, B, None, None, None, None), plan.scalar("s")
         dx, dA = plan.result("dx", x.shape, FP32), plan.result("dA", A.shape, A.dtype) if need_A else None
         if onto:
-            small_backward_of_codes(plan, dz, la, s, Back(dx), config)
-        small_backward_of_codes(plan, dz, la, s, Back(dx, dA, x), config, bool(onto))
+            small_backward(plan, dz, la, s, Back(dx), config)
+        small_backward(plan, dz, la, s, Back(dx, dA, x), config, bool(onto))
 
     return results_of(write, dz, x, A, B, *case.tensors, scalars=(s,))
 
@@ -176,7 +175,7 @@ def plan_for(coded, aligned=True):
         read.append(reads(W))
         if read[0]:
             out = Out(plan.result("y", (16, N), torch.bfloat16), None, None)
-            small_forward_of_codes(plan, x, Operands(W, A, B, None, None, None, None), plan.scalar("s"), out)
+            small_forward(plan, x, Operands(W, A, B, None, None, None, None), plan.scalar("s"), out)
 
     plan = plan_of(
         write, *(alike(*s, dtype=torch.bfloat16) for s in ((16, K), (16, K), (N, 16))), codes._replace(aligned=aligned), *rest

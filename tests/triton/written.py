@@ -8,7 +8,7 @@ import torch
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.layout import contiguous
-from fdora.triton.runtime.plan import Array, Launch, Like, Product, Tile
+from fdora.triton.runtime.plan import Array, Fill, Launch, Like, Product, Tile
 from fdora.triton.runtime.walk import like, run
 
 HOPPER = Device(-1, 90, 2, False)  # its plans, interpreted
@@ -39,7 +39,16 @@ def launches(plan, name=""):
 
 def kernels(plan):
     """How often it launches each kernel, by name; products as "product"."""
-    return Counter("product" if isinstance(s, Product) else s.kernel.fn.__name__ for s in plan.steps if hasattr(s, "cost"))
+    return Counter(
+        "product" if isinstance(s, Product) else s.kernel.fn.__name__
+        for s in plan.steps
+        if hasattr(s, "cost") and not isinstance(s, Fill)
+    )
+
+
+def arguments(step):
+    """What a launch passes, by name."""
+    return dict(zip(step.kernel.arg_names, (*step.args, *step.constexprs), strict=True))
 
 
 def by_tma(step):
@@ -253,13 +262,13 @@ def forms_of_codes():
 def plan_dense_norm(likes, device, coded, dense):
     """The norm, and W, as a plan of a layer has them among its temporaries."""
     from fdora.triton.codes import packed
-    from fdora.triton.quant import norm
+    from fdora.triton.norm import norm
 
     plan = Builder("norm and dense W", device)
     A, B = map(plan.matrix, likes[:2])
     W, s = packed(plan, likes[2:], coded), plan.scalar("s")
     c, out = plan.result("c", coded.shape[:1], FP32), plan.result("W", coded.shape, dense)
-    norm(plan, W, A, B, s, c, out)
+    norm(plan, W, A, B, s, c, dense=out)
     return plan.plan()
 
 
@@ -363,7 +372,7 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
     """Many adapters: sorted and not, with what there may be beside them, and each set of gradients that makes other kernels."""
     from fdora.triton import multi
     from fdora.triton.multi_norm import plan_bank_norm
-    from fdora.triton.multi_route import plan_route
+    from fdora.triton.multi_rows import plan_route
 
     adapter = adapter or dtype
     x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)

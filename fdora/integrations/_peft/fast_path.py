@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fdora import _facts, _plain
 from fdora._check import FLOATS
 from fdora._dispatch import forced
-from fdora._plain import Entry, Route
+from fdora._plain import Entry, Names, Route
 from fdora._records import WIDTH, DropoutMode
 from fdora._torch import PLAIN, any_autocast, autocast_on, dispatch_modes, is_traced, jit_tracing
 from fdora.functional import prepared, select_backend
@@ -29,7 +29,8 @@ from fdora.quant import QuantWeight
 
 FUSED = "fused"  # how a layer that ran in one call is counted
 
-QUIET = (*HOOKS, "forward", "_dora_cache")  # the last one: what DoraCaching left is for call_of to clear
+# The last one: what DoraCaching left is for call_of to clear.
+PEFT = Names("lora_variant", "_active_adapter", (*HOOKS, "forward", "_dora_cache"))
 
 
 class Call(NamedTuple):
@@ -54,14 +55,13 @@ class Call(NamedTuple):
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 
-    def value(self) -> Tensor:
-        """The norm, for a layer that takes its gradient on itself."""
-        check_detach("use_fdora", self.W)
-        return self.variant.kept.of(owner(self.W), self.W, self.A, self.B, self.s)
-
-    def norm(self) -> Tensor:
+    def norm(self, full: bool = False) -> Tensor:
+        """With its gradient where use_fdora was asked for that; ``full``: the value, of which the layer takes it on itself."""
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
-        return variant.with_gradient(variant.kept.of(owner(W), W, A, B, s), W, A, B, s)
+        c: Tensor = variant.kept.of(owner(W), W, A, B, s)
+        if full:
+            check_detach("use_fdora", W)
+        return c if full else variant.with_gradient(c, W, A, B, s)
 
 
 def given_norms(calls: Sequence[Call]) -> list[Any]:
@@ -87,7 +87,7 @@ def remember(key: tuple, value: Any) -> Any:
 def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "") -> tuple[tuple[Any, ...], Any] | None:
     """What prepared.call takes: a call of which nothing is left to check, with norms, counted.
     Where neither Dynamo nor torch.func looks on. ``alone``: the layer itself was called."""
-    found = _plain.follow(layers, QUIET, alone)
+    found = _plain.follow(layers, PEFT, alone)
     if found is None or any_autocast() or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
         return None
     norms = found[0][0].kept.norms
@@ -154,7 +154,7 @@ def keep_route(layer: Any, call: Call) -> None:
     if layer.training:  # else its dropout drops nothing
         entries.append(Entry(("lora_dropout", name), nn.Identity, ()))
     variant.route = Route(name, call.s, tuple(entries), sum(len(entry.parameters) for entry in entries))
-    found = _plain.follow((layer,), (), False)
+    found = _plain.follow((layer,), PEFT._replace(quiet=()), False)
     if found is None or any([t is not wanted for t, wanted in zip(found[0][2:], call[1:6], strict=True)]):
         variant.route = None  # its tensors come another way
 

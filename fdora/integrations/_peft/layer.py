@@ -154,7 +154,41 @@ class Dora:
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         """The layer's output, from that of its base layer."""
+        s, base = module.scaling[active_adapter], module.get_base_layer()
+        lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        g, bias = self.scale_and_bias(module, w, s, result, base.bias)
+        dropped = self.drops(module, active_adapter)
+        x = dropout(x) if dropped else x
+        lora = lora_B(lora_A(x))
+        if not dropped or self.dropout_mode == "lora":
+            return self.composed(result, lora, g, s, bias)
+        return self.corrected(base, w, x.to(result.dtype), result, (lora, g, s, bias))
+
+    def composed(self, result: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> Tensor:
+        """``g (result + s lora) + bias``, bias being what of it is not in g times that of the result."""
         raise NotImplementedError
+
+    def corrected(self, base: Any, w: Weights, x: Tensor, result: Tensor, rest: tuple[Any, ...]) -> Tensor:
+        """The result, which saw all of x, and what PEFT adds of what dropout has left of it: ``(g - 1) x W^T + g s lora``.
+        ``rest`` is what :meth:`composed` takes behind the result."""
+        raise NotImplementedError
+
+    def scale_and_bias(
+        self, module: Any, w: Weights, s: float, result: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """g, and (1 - g) bias: what is left to add where result has the bias in it already."""
+        if reused(module):
+            c = self.norm(w, s)
+        else:
+            c = dora_norm(w.W, w.A, w.B, s=s)
+            if not torch.compiler.is_compiling():
+                self.kept.drop()
+        c = self.with_gradient(c, w.W, w.A, w.B, s)
+        g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
+        if bias is None:
+            return g, None
+        g = torch.where(c == 0, 0, g)  # such a row is its bias; a large g would cancel against 1 - g
+        return g, (1 - g) * bias
 
     def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         w = self.ready(module, active_adapter)
@@ -305,7 +339,7 @@ class Layer(nn.Module):
             y = linears(x, (DoraLayer(W, A, B, m, s, bias, given_norms((call,))[0]),), p, mode, keep_inner)[0]
         else:  # one node, which takes the gradient on through the norm
             how: Any = {"dropout_p": p, "dropout_mode": mode, "keep_inner": keep_inner, "detach": False}
-            y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.value(), **how)
+            y = dora_linear(x, W, A, B, m, s=s, bias=bias, norm=call.norm(full=True), **how)
         return y if dtype is None else y.to(given)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
@@ -386,19 +420,13 @@ def active(module: Any, of: Any = None) -> tuple[str, Dora] | None:
     if module._disable_adapters or module.merged_adapters:
         return None
     adapters, named = module._modules["lora_A"]._modules if of is None else of, module._active_adapter
-    if type(named) is list and len(named) == 1:
-        named = named[0]
-    if type(named) is str and named in adapters:
-        variant = module.lora_variant.get(named)
-        if isinstance(variant, Dora):
-            return named, variant
-    names = ([named] if named in adapters else []) if type(named) is str else [name for name in named if name in adapters]
-    variant = module.lora_variant.get(names[0]) if len(names) == 1 else None
-    if not isinstance(variant, Dora):
-        for name in names:
-            note(module.lora_variant.get(name), "several active adapters")
-        return None
-    return names[0], variant
+    names = [name for name in ([named] if type(named) is str else named) if name in adapters]
+    variants = [module.lora_variant.get(name) for name in names]
+    if len(names) == 1 and isinstance(variants[0], Dora):
+        return names[0], variants[0]
+    for variant in variants:
+        note(variant, "several active adapters")
+    return None
 
 
 def note(variant: Any, why: str) -> None:
@@ -772,38 +800,15 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         W = self.misread(module)
         return orig_weight if W is None else W.dequantize(orig_weight.dtype)
 
-    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
-        s, base = module.scaling[active_adapter], module.get_base_layer()
-        lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
-        g, bias = scale_and_bias(self, module, w, s, result, base.bias)
-        dropped = self.drops(module, active_adapter)
-        x = dropout(x) if dropped else x
-        lora = lora_B(lora_A(x))
-        if not dropped or self.dropout_mode == "lora":
-            return dora_compose(result, lora, g, s=s, bias=bias)
-        x = x.to(result.dtype)
+    def composed(self, result: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> Tensor:
+        return dora_compose(result, lora, g, s=s, bias=bias)
+
+    def corrected(self, base: Any, w: Weights, x: Tensor, result: Tensor, rest: tuple[Any, ...]) -> Tensor:
+        lora, g, s, bias = rest
         if isinstance(w.W, QuantWeight) or quantised(base):  # F.linear would keep the dequantised weight until backward
             delta = dora_delta(base(x), lora, g, s=s)
             return result + (delta if bias is None else delta + bias.to(delta.dtype))
         return result + dora_delta(F.linear(x, w.W), lora, g, s=s)
-
-
-def scale_and_bias(
-    variant: Dora, module: Any, w: Weights, s: float, result: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """g, and (1 - g) bias: what is left to add where result has the bias in it already."""
-    if reused(module):
-        c = variant.norm(w, s)
-    else:
-        c = dora_norm(w.W, w.A, w.B, s=s)
-        if not torch.compiler.is_compiling():
-            variant.kept.drop()
-    c = variant.with_gradient(c, w.W, w.A, w.B, s)
-    g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
-    if bias is None:
-        return g, None
-    g = torch.where(c == 0, 0, g)  # such a row is its bias; a large g would cancel against 1 - g
-    return g, (1 - g) * bias
 
 
 def fitting(A: Tensor, B: Tensor, m: Tensor) -> torch.dtype:
@@ -840,7 +845,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s = module.scaling[active_adapter]
-        g, _ = scale_and_bias(self, module, w, s, result, None)
+        g, _ = self.scale_and_bias(module, w, s, result, None)
         lora = module._embed(x, w.A.T) @ w.B.T
         scale = module._get_embed_scale()  # Gemma's embeddings multiply their output
         if scale is not None:
@@ -888,19 +893,15 @@ class ConvVariant(Dora):
         finally:
             del layer.get_weight_norm
 
-    def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
-        s, base = module.scaling[active_adapter], module.get_base_layer()
-        lora_A, lora_B, dropout = (part[active_adapter] for part in (module.lora_A, module.lora_B, module.lora_dropout))
-        g, bias = scale_and_bias(self, module, w, s, result, base.bias)
+    def composed(self, result: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> Tensor:
         along = (1, -1, *[1] * (result.dim() - 2))
         g = g.view(along)
-        dropped = self.drops(module, active_adapter)
-        x = dropout(x) if dropped else x
-        lora = lora_B(lora_A(x))
-        if not dropped or self.dropout_mode == "lora":
-            y = g * result + (s * g) * lora
-            return (y if bias is None else y + bias.view(along)).to(result.dtype)
-        x = x.to(result.dtype)
+        y = g * result + (s * g) * lora
+        return (y if bias is None else y + bias.view(along)).to(result.dtype)
+
+    def corrected(self, base: Any, w: Weights, x: Tensor, result: Tensor, rest: tuple[Any, ...]) -> Tensor:
+        lora, g, s, _ = rest
+        g = g.view(1, -1, *[1] * (result.dim() - 2))
         conv = getattr(F, f"conv{result.dim() - 2}d")
         base_result = conv(x, base.weight, None, base.stride, base.padding, base.dilation, base.groups)
         return (result + (g - 1) * base_result + (s * g) * lora).to(result.dtype)

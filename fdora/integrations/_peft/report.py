@@ -138,19 +138,15 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     N, K = shape = m.numel(), math.prod(A.shape[1:])  # indexing a sharded parameter would communicate
     if type(base) is nn.Linear:  # of the whole: FSDP1 and ZeRO-3 leave pieces of any shape in the place of parameters
         N, K = shape = base.out_features, base.in_features
-    r = layer.r[adapter]
-    if not isinstance(variant, Dora):
-        why = "use_fdora was not called, or not since"
-        weight, p = stored(layer, Held()), p_of(layer, adapter)
-        return Row(name, adapter, shape, r, "stock", why, 0, 0, "", {}, 0, layout(layer, adapter, shape), weight, p)
-    backend, why = select_backend(m)
-    eye = K * K if linear and (A.dim() == 2 or type(base) is nn.Linear) else 0
-    weight = stored(layer, variant.held)
-    fallbacks = {path.removeprefix("stock: "): n for path, n in variant.calls.items() if path not in (FUSED, COMPOSED)}
-    counts = variant.calls[FUSED], variant.calls[COMPOSED], variant.why_not_fused, fallbacks
-    saved = ((4 if weight else 3) * N * K + eye) * A.element_size()
-    how = layout(layer, adapter, shape), weight, p_of(layer, adapter), variant.dropout_mode
-    return Row(name, adapter, shape, r, backend, why, *counts, saved, *how)
+    ours, eye = isinstance(variant, Dora), K * K if linear and (A.dim() == 2 or type(base) is nn.Linear) else 0
+    seen = variant if ours else Dora(variant)  # a new one: nothing has run through it
+    backend, why = select_backend(m) if ours else ("stock", "use_fdora was not called, or not since")
+    weight = stored(layer, seen.held)
+    fallbacks = {path.removeprefix("stock: "): n for path, n in seen.calls.items() if path not in (FUSED, COMPOSED)}
+    counts = seen.calls[FUSED], seen.calls[COMPOSED], seen.why_not_fused, fallbacks
+    saved = ((4 if weight else 3) * N * K + eye) * A.element_size() if ours else 0
+    how = layout(layer, adapter, shape), weight, p_of(layer, adapter), seen.dropout_mode if ours else "peft"
+    return Row(name, adapter, shape, layer.r[adapter], backend, why, *counts, saved, *how)
 
 
 def p_of(layer: Any, adapter: str) -> float:

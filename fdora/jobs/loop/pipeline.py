@@ -17,6 +17,7 @@ Here a microbatch has its own size, a no-op costs nothing, and what is in flight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -31,6 +32,7 @@ from fdora.jobs.loop.watch import Watch, watching
 from fdora.jobs.loop.wires import Links, Mail, Wire, receives
 from fdora.jobs.schedule import Action, Task, depth_of, interleaved
 
+FN = "jobs.loop.run_pipeline"
 Sum = Callable[[], Tensor]
 
 
@@ -96,75 +98,102 @@ def run_pipeline(
     with its microbatch.
     References: Narayanan et al., 2021, arXiv:2104.04473, section 2.2; LoRAFusion, 2025, arXiv:2510.00206, section 5.
     """
-    fn = "jobs.loop.run_pipeline"
-    end = len(links.ranks) * len(stages) - 1
-    with watching(fn, links.sums, (*links.down, *links.up)) as watch:  # who is refused says so to those who are not
-        order = check_order(fn, state, works, stages, links)
+    with watching(FN, links.sums, (*links.down, *links.up)) as watch:  # who is refused says so to those who are not
+        order = check_order(FN, state, works, stages, links)
         posts = receives(works, order, links, len(stages), state.position)
+        end = len(links.ranks) * len(stages) - 1
         mail = Mail(links, posts, end, lambda n: wire.empty(works[n]), watch)
-        kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
-        flights: dict[Action, Flight] = {}
-        losses: dict[int, Tensor] = {}
-        due: dict[int, Sum | None] = {}  # adapters whose batch is through
+        own = Process(state, works, data, stages, wire, jobs, mail, clock)
         tasks = []
-
-        def now() -> float:
-            if clock is None:
-                return 0.0
-            watch.idle(torch.device(wire.device))
-            return clock()
-
-        def settle(adapters: Sequence[int]) -> float:
-            """How long it took, once the others' sums were there."""
-            nonlocal state, kept
-            if not adapters:
-                return 0.0
-            found = {a: due.pop(a) for a in adapters}
-            squares = {a: total() for a, total in found.items() if total is not None}
-            start = now()
-            state = optimizer_step(state, jobs, squares, adapters, donate=True)
-            kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in stages.items()}
-            return now() - start
-
         for action in order:
             mail.expect(action)
-            n, stage, work, settled = action.microbatch, stages[action.stage], works[action.microbatch], 0.0
-            if not action.backward:
-                settled = settle([a for a in due if any(s.adapter == a and s.batch > state.steps[a] for s in work.samples)])
-                x = mail.take(action) if action.stage else None
-                start = now()
-                params, leaves = leaves_of(part(state.params, stage))
-                x = None if x is None else x.requires_grad_()
-                y = stage.forward(params, kept[action.stage], x, data(n))
-                flights[action] = Flight(x, y, leaves)
-                if action.stage == end:
-                    check_losses(fn, y, work)
-                    losses[n] = y.detach()
-                else:
-                    wire.check(fn, y, work)
-            else:
-                x, y, leaves = flights.pop(action._replace(backward=False))
-                dy = check_losses(fn, y, work) if action.stage == end else mail.take(action)
-                start = now()
-                inputs = leaves if x is None else [x, *leaves]
-                found: Sequence[Any] = ()
-                if inputs:  # a first stage may train nothing
-                    found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-                if x is not None:
-                    dx, *found = found
-                    y = torch.zeros_like(x) if dx is None else dx
-                new = added(part(state.grads, stage), found, donate=True)
-                state = state._replace(grads=state.grads | new)
-                if action.stage == links.rank:  # the first of this process, whose backward is its last
-                    due |= posted(state.grads, [a for a, _ in work.due], jobs, links, watch)
+            given, start = own.backward(action) if action.backward else own.forward(action)
             if clock:
-                tasks.append(Task(links.rank, action, start - settled, now()))
+                tasks.append(Task(links.rank, action, start, own.now()))
             if action.stage != (0 if action.backward else end):
-                mail.send(action, y.detach())
-        settle(sorted(due))
+                mail.send(action, given.detach())
+        own.settle(sorted(own.due))
         mail.close()
         watch.idle(torch.device(wire.device))
-        return Ran(state._replace(position=len(works)), losses, tuple(tasks))
+        return Ran(own.state._replace(position=len(works)), own.losses, tuple(tasks))
+
+
+@dataclass
+class Process:
+    """This process of the pipeline while it runs: the state as it is now, and what is between forward and backward."""
+
+    state: State
+    works: Sequence[Work]
+    data: Callable[[int], Any]
+    stages: Mapping[int, Stage]
+    wire: Wire
+    jobs: Sequence[Job]
+    mail: Mail
+    clock: Callable[[], float] | None
+    flights: dict[Action, Flight] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    due: dict[int, Sum | None] = field(default_factory=dict)
+    """Adapters whose batch is through."""
+
+    def __post_init__(self) -> None:
+        self.use(self.state)
+
+    def use(self, state: State) -> None:
+        """Of other parameters something else is kept."""
+        self.state = state
+        self.kept = {number: kept_of(stage.keep, part(state.params, stage)) for number, stage in self.stages.items()}
+
+    def now(self) -> float:
+        if self.clock is None:
+            return 0.0
+        self.mail.watch.idle(torch.device(self.wire.device))
+        return self.clock()
+
+    def settle(self, adapters: Sequence[int]) -> float:
+        """Steps their optimizers. How long it took, once the others' sums were there."""
+        if not adapters:
+            return 0.0
+        found = {a: self.due.pop(a) for a in adapters}
+        squares = {a: total() for a, total in found.items() if total is not None}
+        start = self.now()
+        self.use(optimizer_step(self.state, self.jobs, squares, adapters, donate=True))
+        return self.now() - start
+
+    def forward(self, action: Action) -> tuple[Tensor, float]:
+        """What it gives, and when it began, with the steps before it and without what it waited for."""
+        n, stage, work, steps = action.microbatch, self.stages[action.stage], self.works[action.microbatch], self.state.steps
+        settled = self.settle([a for a in self.due if any(s.adapter == a and s.batch > steps[a] for s in work.samples)])
+        x = self.mail.take(action) if action.stage else None
+        start = self.now()
+        params, leaves = leaves_of(part(self.state.params, stage))
+        x = None if x is None else x.requires_grad_()
+        y = stage.forward(params, self.kept[action.stage], x, self.data(n))
+        self.flights[action] = Flight(x, y, leaves)
+        if action.stage == self.mail.end:
+            check_losses(FN, y, work)
+            self.losses[n] = y.detach()
+        else:
+            self.wire.check(FN, y, work)
+        return y, start - settled
+
+    def backward(self, action: Action) -> tuple[Tensor, float]:
+        """The gradient of what the forward was given, and when it began."""
+        stage, work, links = self.stages[action.stage], self.works[action.microbatch], self.mail.links
+        x, y, leaves = self.flights.pop(action._replace(backward=False))
+        dy = check_losses(FN, y, work) if action.stage == self.mail.end else self.mail.take(action)
+        start = self.now()
+        inputs = leaves if x is None else [x, *leaves]
+        found: Sequence[Any] = ()
+        if inputs:  # a first stage may train nothing
+            found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        if x is not None:
+            dx, *found = found
+            y = torch.zeros_like(x) if dx is None else dx
+        new = added(part(self.state.grads, stage), found, donate=True)
+        self.state = self.state._replace(grads=self.state.grads | new)
+        if action.stage == links.rank:  # the first of this process, whose backward is its last
+            self.due |= posted(self.state.grads, [a for a, _ in work.due], self.jobs, links, self.mail.watch)
+        return y, start
 
 
 def check_order(fn: str, state: State, works: Sequence[Work], stages: Mapping[int, Stage], links: Links) -> list[Action]:

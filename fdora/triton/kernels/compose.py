@@ -9,15 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.tile import Matrix, column_at, loaded, row_at, store
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
 def _backward(
-    dy, base, lora, dbase, dlora, gn, own, strip, I, J, s,
-    DELTA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr,
-    AXIS: tl.constexpr,
+    dy, base, lora, dbase, dlora, partial_g, partial_bias, gn, own, strip, I, J, s,
+    DELTA: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr, AXIS: tl.constexpr,
 ):
     """Gradients of the channels ``own`` along a strip of the other axis, and their sums of dy (base + s lora) and of dy."""
     sum_g = tl.zeros(own.shape, tl.float32)
@@ -31,10 +30,10 @@ def _backward(
             store(d * (gn - 1 if DELTA else gn), dbase, i, j, I, J)
         if dlora.p is not None:
             store(d * (s * gn), dlora, i, j, I, J)
-        if NEED_G:
+        if partial_g is not None:
             u, v = loaded(base, i, j, I, J).to(tl.float32), loaded(lora, i, j, I, J).to(tl.float32)
             sum_g += tl.sum(d * (u + s * v), axis=1 - AXIS)
-        if NEED_BIAS:
+        if partial_bias is not None:
             sum_bias += tl.sum(d, axis=1 - AXIS)
     return sum_g, sum_bias
 
@@ -50,19 +49,17 @@ def _store_sums(sums, partial_g, partial_bias, at, mask):
 @triton.jit(launch_metadata=launched)
 def compose_fwd_kernel(
     base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
-    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    row = m[:, None].to(tl.int64)
-    u = tl.load(base + row * stride_base + n[None, :], mask=mask).to(tl.float32)
-    v = s * tl.load(lora + row * stride_lora + n[None, :], mask=mask).to(tl.float32)
+    m, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
+    mask = within(m, n, M, N)
+    u = tl.load(addresses(Matrix(base, stride_base, None), m, n), mask=mask).to(tl.float32)
+    v = s * tl.load(addresses(Matrix(lora, stride_lora, None), m, n), mask=mask).to(tl.float32)
     gn = tl.load(g + n, mask=n < N)[None, :]
     out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
-    if HAS_BIAS:
+    if bias is not None:
         out += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
-    tl.store(y + row * stride_y + n[None, :], out.to(y.dtype.element_ty), mask=mask)
+    store(out, Matrix(y, stride_y, None), m, n, M, N)
 
 
 @triton.jit(launch_metadata=launched)
@@ -72,16 +69,14 @@ def compose_bwd_kernel(
     dbase, dlora,  # (M, N)
     partial_g, partial_bias,  # (strips, N)
     s, M, N, stride_dy, stride_base, stride_lora,
-    DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, strip = strip_at(N, BLOCK_N, FLAT)
     gn = tl.load(g + n, mask=n < N, other=0.0)
     dy, base, lora = Matrix(dy, stride_dy, None), Matrix(base, stride_base, None), Matrix(lora, stride_lora, None)
     sums = _backward(
-        dy, base, lora, Matrix(dbase, N, None), Matrix(dlora, N, None), gn, n, strip, M, N, s,
-        DELTA, NEED_G, NEED_BIAS, ROWS, BLOCK_M, 1,
+        dy, base, lora, Matrix(dbase, N, None), Matrix(dlora, N, None), partial_g, partial_bias, gn, n, strip, M, N, s,
+        DELTA, ROWS, BLOCK_M, 1,
     )
     _store_sums(sums, partial_g, partial_bias, strip.to(tl.int64) * N + n, n < N)
 
@@ -89,18 +84,18 @@ def compose_bwd_kernel(
 @triton.jit(launch_metadata=launched)
 def planes_fwd_kernel(
     base, lora, g, bias, y, s, rows, N, P,
-    DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
 ):
     """The same where row l N + n, of P points, is channel n."""
-    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
-    p = row_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_P + tl.arange(0, BLOCK_P)
-    mask = (m < rows)[:, None] & (p < P)[None, :]
+    m, block = strip_at(rows, BLOCK_M, FLAT)
+    p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask = within(m, p, rows, P)
     at = m[:, None].to(tl.int64) * P + p[None, :]
     u = tl.load(base + at, mask=mask).to(tl.float32)
     v = s * tl.load(lora + at, mask=mask).to(tl.float32)
     gn = tl.load(g + m % N)[:, None]
     out = (gn - 1) * u + gn * v if DELTA else gn * (u + v)
-    if HAS_BIAS:
+    if bias is not None:
         out += tl.load(bias + m % N).to(tl.float32)[:, None]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
@@ -112,14 +107,13 @@ def planes_bwd_kernel(
     dbase, dlora,  # (rows, P)
     partial_g, partial_bias,  # (rows / N strips, N)
     s, rows, N, P,
-    DELTA: tl.constexpr, NEED_BASE: tl.constexpr, NEED_LORA: tl.constexpr, NEED_G: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STRIP: tl.constexpr, FLAT: tl.constexpr,
 ):
-    m = column_at(tl.cdiv(rows, BLOCK_M), FLAT) * BLOCK_M + tl.arange(0, BLOCK_M)
-    strip, gn = row_at(tl.cdiv(rows, BLOCK_M), FLAT), tl.load(g + m % N)
+    m, strip = strip_at(rows, BLOCK_M, FLAT)
+    gn = tl.load(g + m % N)
     sums = _backward(
         Matrix(dy, P, None), Matrix(base, P, None), Matrix(lora, P, None), Matrix(dbase, P, None), Matrix(dlora, P, None),
-        gn, m, strip, rows, P, s, DELTA, NEED_G, NEED_BIAS, STRIP, BLOCK_P, 0,
+        partial_g, partial_bias, gn, m, strip, rows, P, s, DELTA, STRIP, BLOCK_P, 0,
     )
     strips = tl.cdiv(P, STRIP) if FLAT else tl.num_programs(1)
     at = ((m // N).to(tl.int64) * strips + strip) * N + m % N

@@ -146,19 +146,9 @@ def scale_terms(x, code256, scales2, at, mask, SCALES: tl.constexpr):
 
 @triton.jit
 def scale_from(x, second, code256, offset, mask, SCALES: tl.constexpr):
-    """The float32 scale of these terms; see scale_of."""
-    if SCALES == "nested":
-        return tl.where(mask, tl.fma(x, second, 0.0) + tl.load(offset), 0.0)
-    else:
-        return scale_of(x, code256, None, offset, None, mask, SCALES)
-
-
-@triton.jit
-def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
-    """The float32 scale that a stored one, of the group ``at``, stands for. 0 outside of the mask."""
+    """The float32 scale of these terms. 0 outside of the mask."""
     if SCALES == "nested":
         # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
-        x, second = scale_terms(x, code256, scales2, at, mask, SCALES)
         return tl.where(mask, tl.fma(x, second, 0.0) + tl.load(offset), 0.0)
     elif SCALES == "e8m0":
         return tl.where(mask, _e8m0(x), 0.0)
@@ -168,6 +158,13 @@ def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
         return tl.where(mask, tl.math.div_rn(e4m3(x), tl.load(code256)), 0.0)
     else:
         return x
+
+
+@triton.jit
+def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+    """The same of a stored scale, that of the group ``at``."""
+    x, second = scale_terms(x, code256, scales2, at, mask, SCALES)
+    return scale_from(x, second, code256, offset, mask, SCALES)
 
 
 @triton.jit
@@ -189,6 +186,13 @@ def pair_groups(W, row, first_k, in_n, GROUP: tl.constexpr, BLOCK_K: tl.constexp
     """(BLOCK_N, groups of a tile): their numbers, and which there are."""
     g = first_k // GROUP + tl.arange(0, BLOCK_K // GROUP if BLOCK_K > GROUP else 1)
     return row[:, None] * W.groups + g[None, :], in_n[:, None] & (g < W.groups)[None, :]
+
+
+@triton.jit
+def pair_weights(x, scale, HOW: tl.constexpr):
+    """Those of the even columns and those of the odd ones, of bytes (N, groups, bytes of one) and the scales of groups."""
+    low, high = nibbles(x, HOW.TABLE, HOW.PTX)
+    return (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
 
 
 @triton.jit

@@ -19,14 +19,14 @@ from fdora.triton.kernels.decode import (
     byte_scales,
     byte_weights,
     group_scale,
-    nibbles,
     pair_codes,
     pair_groups,
+    pair_weights,
     single_weights,
 )
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.scale import dot_rows, over_tokens, store_gradients
-from fdora.triton.kernels.tile import Matrix
+from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
+from fdora.triton.kernels.tile import Matrix, addresses
 from fdora.triton.runtime.cost import launched
 
 
@@ -54,8 +54,7 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         x = pair_codes(W.codes, n, first_k, in_n, K, T.K, T.VECTOR, T.EVEN)
         at, there = pair_groups(W, n, first_k, in_n, HOW.GROUP, T.K)
         scale = group_scale(W, at, there, HOW.SCALES)
-        low, high = nibbles(tl.reshape(x, (T.N, GROUPS, PART)), HOW.TABLE, HOW.PTX)
-        even, odd = (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
+        even, odd = pair_weights(tl.reshape(x, (T.N, GROUPS, PART)), scale, HOW)
         return tl.reshape(tl.join(even, odd), (T.N, T.K))
     else:
         return single_weights(W, n, first_k + tl.arange(0, T.K), in_n, K, HOW)
@@ -65,7 +64,7 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
     inside = in_n[:, None] & (k < last)[None, :]
-    at = tl.max_contiguous(W.codes + n[:, None] * W.row + k[None, :].to(tl.int64) * W.col, (1, T.VECTOR))
+    at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
     x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
     return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
 
@@ -87,32 +86,21 @@ def _dequantize(W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HO
 
 
 @triton.jit(launch_metadata=launched)
-def dequantize4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    m, c,  # (N,), or None
-    out,  # (N, last - first), in rows of ``pitch``
-    N, K, groups, first, last, pitch,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr,
-    BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):
-    W = Codes4(codes, scales, code256, scales2, offset, groups)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN))
-
-
-@triton.jit(launch_metadata=launched)
-def dequantize8_kernel(
-    codes, scales,  # see Codes8
+def dequantize_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     m, c,  # (N,), or None
     out,  # (N, last - first), in rows of ``pitch``
     N, K, groups, first, last, pitch, stride_cn, stride_ck,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BY_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
-    W = Codes8(codes, stride_cn, stride_ck, scales, groups)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN))
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T)
 
 
 @triton.jit
@@ -129,45 +117,26 @@ def _lost(
         dg = dot_rows(dy, h, b, n, N, M, R)
         for first_k in range(0, K, T.K):
             w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_tokens(dy, x, n, k, N, M, K) * w, axis=1)
+            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
         store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
 
 
 @triton.jit(launch_metadata=launched)
-def lost4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
-    m, c, dm, dc,  # (N,)
-    M, N, K, R, groups, tiny,
-    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, NEED_M: tl.constexpr, NEED_C: tl.constexpr,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-):
-    W = Codes4(codes, scales, code256, scales2, offset, groups)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    _lost(
-        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
-        Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode4, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
-    )
-
-
-@triton.jit(launch_metadata=launched)
-def lost8_kernel(
-    codes, scales,  # see Codes8
+def lost_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
-    W = Codes8(codes, stride_cn, stride_ck, scales, groups)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    _lost(
-        W, Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk), Matrix(h, stride_hm, stride_hr),
-        Matrix(b, stride_bn, stride_br), m, c, dm, dc, M, N, K, R, tiny,
-        decode8, HOW, Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN),
-    )
+    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
+    h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if BITS == 4 else decode8, HOW, T)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import floored, g_tile
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -88,16 +88,15 @@ def embedding_ready_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-    at, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_r = (r < R)[None, :]
+    at, r = block_on(0, BLOCK_T), block_on(1, BLOCK_R)
     v = tl.load(ids + at, mask=at < T, other=0).to(tl.int64)
     a = rows_of(Matrix(A, stride_av, stride_ar), v, (at < T) & (v >= 0) & (v < V), r, R)
     out = at[:, None].to(tl.int64) * R + r[None, :]
-    tl.store(h + out, a.to(h.dtype.element_ty), mask=(at < T)[:, None] & in_r)
+    tl.store(h + out, a.to(h.dtype.element_ty), mask=within(at, r, T, R))
     gd = g_tile(m, c, at, D)
     part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
-    tl.store(b + out, part.to(b.dtype.element_ty), mask=(at < D)[:, None] & in_r)
+    tl.store(b + out, part.to(b.dtype.element_ty), mask=within(at, r, D, R))
     tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
 
 
@@ -117,7 +116,7 @@ def embedding_tile_kernel(
     in_t, in_d = t < T, d < D
     v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
     known = in_t & (v >= 0) & (v < V)
-    at_w = W + v[:, None] * stride_wv + d[None, :].to(tl.int64) * stride_wd
+    at_w = addresses(Matrix(W, stride_wv, stride_wd), v, d)
     w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
@@ -125,15 +124,13 @@ def embedding_tile_kernel(
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        in_r = r < R
-        at_h = h + t[:, None].to(tl.int64) * R + r[None, :]
-        ht = tl.load(at_h, mask=in_t[:, None] & in_r[None, :], other=0.0, eviction_policy="evict_last")
+        at_h = addresses(Matrix(h, R, None), t, r)
+        ht = tl.load(at_h, mask=within(t, r, T, R), other=0.0, eviction_policy="evict_last")
         at_b = b + d[None, :].to(tl.int64) * R + r[:, None]
-        bt = tl.load(at_b, mask=in_r[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_last")
+        bt = tl.load(at_b, mask=within(r, d, R, D), other=0.0, eviction_policy="evict_last")
         acc = tl.dot(ht, bt, acc, input_precision="ieee")
     out = tl.where(known[:, None], gd[None, :] * (w.to(tl.float32) + acc), float("nan"))
-    at = y + t[:, None].to(tl.int64) * D + d[None, :]
-    tl.store(at, out.to(y.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
+    store(out, Matrix(y, D, None), t, d, T, D)
 
 
 @triton.jit
@@ -149,8 +146,8 @@ def _asked(W, A, t, v, d, r, T, V, D, R, EVEN: tl.constexpr):
     mask_w, mask_a = known[:, None], known[:, None]
     if not EVEN:
         mask_w, mask_a = mask_w & (d < D)[None, :], mask_a & (r < R)[None, :]
-    w = tl.load(W.p + v[:, None] * W.row + d[None, :].to(tl.int64) * W.col, mask=mask_w, other=float("nan"))
-    return w, tl.load(A.p + v[:, None] * A.row + r[None, :].to(tl.int64) * A.col, mask=mask_a, other=0.0)
+    w = tl.load(addresses(W, v, d), mask=mask_w, other=float("nan"))
+    return w, tl.load(addresses(A, v, r), mask=mask_a, other=0.0)
 
 
 @triton.jit
@@ -161,7 +158,7 @@ def _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN: tl.constexpr):
         mask_y = mask_y & (d < D)[None, :]
     acc = tl.dot((s * a.to(tl.float32)).to(w.dtype), bt, input_precision="ieee")
     out = gd[None, :] * (w.to(tl.float32) + acc)
-    tl.store(y + t[:, None].to(tl.int64) * D + d[None, :], out.to(y.dtype.element_ty), mask=mask_y)
+    tl.store(addresses(Matrix(y, D, None), t, d), out.to(y.dtype.element_ty), mask=mask_y)
 
 
 @triton.jit(launch_metadata=launched)
@@ -177,7 +174,7 @@ def embedding_walk_kernel(
     rows of W and columns of A are asked for STAGES / 2 blocks ahead. Of one stage numbers alone are, and before B is. Of no
     stage there is one block: it asks for all there is before it uses any."""
     W, A = Matrix(W, stride_wv, stride_wd), Matrix(A, stride_av, stride_ar)
-    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    d, r = block_on(0, BLOCK_D), tl.arange(0, BLOCK_R)
     first, blocks, step = tl.program_id(1), tl.cdiv(T, BLOCK_T), tl.num_programs(1)
     if STAGES <= 1:
         t, v = _numbers(ids, first, T, BLOCK_T)

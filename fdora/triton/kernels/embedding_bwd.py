@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.embedding import rows_of
 from fdora.triton.kernels.g import EPS, floored, g_of
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -18,40 +18,38 @@ def embedding_bwd_kernel(
     W, h, b,  # (V, D), (T, R), (D, R)
     partial_A, partial_Y, partial_m,  # (strips, T, R), (parts, D, R), (parts, D)
     T, V, D, R, padding, stride_dy, stride_wv, stride_wd,
-    NEED_A: tl.constexpr, NEED_Y: tl.constexpr, NEED_M: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """Of one strip of columns and ROWS tokens: dy b for each token, and the sums of dy^T h and of dy w over them."""
-    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    d, r = block_on(0, BLOCK_D), tl.arange(0, BLOCK_R)
     in_d, in_r = d < D, r < R
     part = tl.program_id(1)
-    if NEED_A:
+    if partial_A is not None:
         bt = loaded(Matrix(b, R, 1), d, r, D, R)
-    if NEED_Y:
+    if partial_Y is not None:
         sum_Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
-    if NEED_M:
+    if partial_m is not None:
         sum_m = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for i in range(0, ROWS, BLOCK_T):
         t = part * ROWS + i + tl.arange(0, BLOCK_T)
         v = tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
         known = (t < T) & (v >= 0) & (v < V) & (v != padding)
-        row, mask = t[:, None].to(tl.int64), known[:, None] & in_d[None, :]
-        if NEED_M:
+        if partial_m is not None:
             w = rows_of(Matrix(W, stride_wv, stride_wd), v, known, d, D)
         # columns of 32 bits: with those of rows_of, of 64, a pass over 8192 tokens takes 1.12 as long on an H200
-        dt = tl.load(dy + row * stride_dy + d[None, :], mask=mask, other=0.0)
-        if NEED_Y:
-            ht = tl.load(h + row * R + r[None, :], mask=known[:, None] & in_r[None, :], other=0.0)
+        dt = tl.load(addresses(Matrix(dy, stride_dy, None), t, d), mask=known[:, None] & in_d[None, :], other=0.0)
+        if partial_Y is not None:
+            ht = tl.load(addresses(Matrix(h, R, None), t, r), mask=known[:, None] & in_r[None, :], other=0.0)
             sum_Y = tl.dot(tl.trans(dt), ht, sum_Y, input_precision="ieee")
-        if NEED_A:
-            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + row) * R + r[None, :]
-            tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=(t < T)[:, None] & in_r[None, :])
-        if NEED_M:
+        if partial_A is not None:
+            at_p = partial_A + (tl.program_id(0).to(tl.int64) * T + t[:, None].to(tl.int64)) * R + r[None, :]
+            tl.store(at_p, tl.dot(dt, bt, input_precision="ieee"), mask=within(t, r, T, R))
+        if partial_m is not None:
             sum_m += dt.to(tl.float32) * w.to(tl.float32)
     at = part.to(tl.int64) * D + d
-    if NEED_Y:
-        tl.store(partial_Y + at[:, None] * R + r[None, :], sum_Y, mask=in_d[:, None] & in_r[None, :])
-    if NEED_M:
+    if partial_Y is not None:
+        tl.store(addresses(Matrix(partial_Y, R, None), at, r), sum_Y, mask=within(d, r, D, R))
+    if partial_m is not None:
         tl.store(partial_m + at, tl.sum(sum_m, axis=0), mask=in_d)
 
 
@@ -62,30 +60,29 @@ def embedding_finish_kernel(
     m, c,  # (D,)
     dB, dm, dc,  # (D, R), (D,), (D,)
     s, D, R, parts, stride_bd, stride_br,
-    NEED_B: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """dB = s g Y, dm = (sum dy w + s sum_r B Y) / c and dc = -dm g, from the parts of Y = dy^T h in their order."""
-    d, r = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    in_d = d < D
-    mask = in_d[:, None] & (r < R)[None, :]
+    d, r = block_on(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    in_d, mask = d < D, within(d, r, D, R)
     at = d[:, None].to(tl.int64) * R + r[None, :]
     Y = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
     base = tl.zeros((BLOCK_D,), tl.float32)
     for i in range(0, parts):
         Y += tl.load(partial_Y + tl.cast(i, tl.int64) * D * R + at, mask=mask, other=0.0)
-        if NEED_M or NEED_C:
+        if dm is not None or dc is not None:
             base += tl.load(partial_m + tl.cast(i, tl.int64) * D + d, mask=in_d, other=0.0)
     cd = tl.load(c + d, mask=in_d, other=1.0)
     g = g_of(m, cd, d, D)
-    if NEED_B:
-        tl.store(dB + at, (s * g[:, None] * Y).to(dB.dtype.element_ty), mask=mask)
-    if NEED_M or NEED_C:
+    if dB is not None:
+        store(s * g[:, None] * Y, Matrix(dB, R, None), d, r, D, R)
+    if dm is not None or dc is not None:
         b = loaded(Matrix(B, stride_bd, stride_br), d, r, D, R)
         low = s * tl.sum(Y * b.to(tl.float32), axis=1)
         total = tl.div_rn(base + low, floored(cd))
-        if NEED_M:
+        if dm is not None:
             tl.store(dm + d, total.to(dm.dtype.element_ty), mask=in_d)
-        if NEED_C:
+        if dc is not None:
             tl.store(dc + d, tl.where(cd.to(tl.float32) > EPS, -total * g, 0.0), mask=in_d)
 
 
@@ -104,20 +101,20 @@ def segment_scan_kernel(
 ):
     """Values of tokens, each the sum of its parts, in the order of their numbers: sums[i] is that of its number, in this block
     and up to i."""
-    i, r = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    i, r = block_on(0, BLOCK_T), tl.arange(0, BLOCK_R)
     in_t = i < T
     t = tl.load(order + i, mask=in_t, other=0).to(tl.int64)
     number = tl.load(key + i, mask=in_t, other=0)
     before = tl.load(key + i - 1, mask=in_t & (i > 0), other=0)
     first = (i == tl.program_id(0) * BLOCK_T) | (number != before)
-    mask = in_t[:, None] & (r < R)[None, :]
+    mask = within(i, r, T, R)
     value = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     for p in range(0, parts):
         at = (tl.cast(p, tl.int64) * T + t)[:, None] * R + r[None, :]
         value += tl.load(partial_A + at, mask=mask, other=0.0)
     flags = tl.broadcast_to(first.to(tl.int32)[:, None], (BLOCK_T, BLOCK_R))
     _, total = tl.associative_scan((flags, value), 0, _joined)
-    tl.store(sums + i[:, None].to(tl.int64) * R + r[None, :], total, mask=mask)
+    store(total, Matrix(sums, R, None), i, r, T, R)
 
 
 @triton.jit(launch_metadata=launched)

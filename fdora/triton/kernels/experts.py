@@ -14,20 +14,20 @@ SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 
 @triton.jit(launch_metadata=launched)
 def spread_kernel(
-    x, order, gates, out, M, N, k, stride_x, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    x, order, gates, out, M, N, k, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[i] = gates[order[i]] x[order[i] // k]."""
     i, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     pair = tl.load(order + i, mask=i < M, other=0)
     v = tl.load(addresses(Matrix(x, stride_x, None), pair // k, n), mask=within(i, n, M, N), other=0.0)
-    if HAS_GATES:
+    if gates is not None:
         v = v.to(tl.float32) * tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)[:, None]
     store(v, Matrix(out, N, None), i, n, M, N)
 
 
 @triton.jit(launch_metadata=launched)
 def combine_kernel(
-    rows, place, gates, out, T, N, k, stride_rows, HAS_GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    rows, place, gates, out, T, N, k, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[t] = sum over j, in their order, of gates[t, j] rows[place[t, j]]."""
     t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
@@ -35,7 +35,7 @@ def combine_kernel(
     for j in range(0, k):
         at = tl.load(place + t * k + j, mask=t < T, other=0)
         v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=within(t, n, T, N), other=0.0).to(tl.float32)
-        if HAS_GATES:
+        if gates is not None:
             v = v * tl.load(gates + t * k + j, mask=t < T, other=0.0).to(tl.float32)[:, None]
         acc += v
     store(acc, Matrix(out, N, None), t, n, T, N)
@@ -72,14 +72,19 @@ def _pair(z, t, f, M, F, ACT: tl.constexpr):
     return gate_at, up_at, gate, up, mask
 
 
+@triton.jit
+def _limited(up):
+    """1 more than up within the limits. tl.minimum alone would make a number of a NaN."""
+    return tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+
+
 @triton.jit(launch_metadata=launched)
 def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     _, _, gate, up, _ = _pair(z, t, f, M, F, ACT)
-    if ACT == "gpt_oss":  # tl.minimum alone would make a number of a NaN
+    if ACT == "gpt_oss":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
-        out = gate * tl.sigmoid(gate * SHARPNESS) * up
+        out = gate * tl.sigmoid(gate * SHARPNESS) * _limited(up)
     else:
         out = gate * share_of(gate, ACT) * up
     store(out, Matrix(a, F, None), t, f, M, F)
@@ -93,7 +98,7 @@ def gated_bwd_kernel(da, z, dz, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, 
     if ACT == "gpt_oss":
         moves_gate, moves_up = ~(gate > LIMIT), ~((up > LIMIT) | (up < -LIMIT))
         gate = tl.where(moves_gate, gate, LIMIT)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+        up = _limited(up)
         share = tl.sigmoid(gate * SHARPNESS)
         value = gate * share
         dgate = tl.where(moves_gate, d * up * (share + SHARPNESS * value * (1 - share)), 0.0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.product import finish, products, tile_of_product
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -46,8 +47,7 @@ def fp8_rows_kernel(x, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr):
 @triton.jit(launch_metadata=launched)
 def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Some tokens and BLOCK columns for each program; the scales of a column of blocks lie side by side."""
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
     mask = (t < M)[:, None] & (k < K)[None, :]
     v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
     s = _scale_of(tl.max(tl.abs(v), axis=1))
@@ -59,20 +59,19 @@ def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLO
 def fp8_gemm_kernel(
     x, x_scale, w, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
-    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     """Products of BLOCK_K columns are added in float32: the tensor cores of sm_90 keep 14 bits of a sum (DeepSeek-V3, 2024,
     arXiv:2412.19437, section 3.3)."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    at_x = x + t[:, None].to(tl.int64) * K + k[None, :]
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    at_x, at_w = addresses(Matrix(x, K, None), t, k), addresses(Matrix(w, stride_wk, stride_wn), k, n)
     at_scale = x_scale + t
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
+        wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
         part = tl.dot(xt, wt)
         if MODE == "block":
             by_t = tl.load(at_scale, mask=t < M, other=0.0)
@@ -87,5 +86,5 @@ def fp8_gemm_kernel(
         by_t = tl.load(x_scale + t, mask=t < M, other=0.0)
         by_n = tl.load(w_scale + (n if MODE == "row" else n * 0), mask=n < N, other=0.0)
         acc = acc * (by_t[:, None] * by_n[None, :])
-    acc = products(acc, (h, stride_hm, stride_hr), (b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N)

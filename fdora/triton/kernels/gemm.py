@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
+from fdora.triton.kernels.tile import Matrix, halves
 from fdora.triton.runtime.cost import launched
 
 
@@ -20,11 +21,9 @@ def _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN: tl.constexpr, BL
 def finish_tma(acc, ends, row, col, M, N, EPILOGUE: tl.constexpr, HALVES: tl.constexpr, STORE: tl.constexpr = TMA):
     """HALVES: half the tile at a time through shared memory leaves room for one more stage."""
     if HALVES:
-        BLOCK_M: tl.constexpr = acc.shape[0]
-        WIDTH: tl.constexpr = acc.shape[1] // 2
-        one, two = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+        one, two = halves(acc)
         finish(one, ends, row, col, M, N, EPILOGUE, STORE)
-        finish(two, ends, row, col + WIDTH, M, N, EPILOGUE, STORE)
+        finish(two, ends, row, col + one.shape[1], M, N, EPILOGUE, STORE)
     else:
         finish(acc, ends, row, col, M, N, EPILOGUE, STORE)
 
@@ -57,9 +56,8 @@ def _slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl
 @triton.jit(launch_metadata=launched)
 def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
-    TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
-    HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -67,10 +65,10 @@ def gemm_tma_kernel(
         row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         if EPILOGUE != "accumulate":  # rows that TMA fills up are slow: the last tile begins earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
-        if DROP:
+        if seed is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
-            if HAS_X_MASKED:
+            if x_masked is not None:
                 acc = _slabs(acc, x_masked, w, row, col, steps_k, TRANS_B, BLOCK_K)
             acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
             acc = _slabs(acc, x, w, row, col, steps_k, TRANS_B, BLOCK_K)
@@ -84,17 +82,16 @@ def gemm_tma_kernel(
 def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
-    HAS_X_MASKED: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    W = (w, stride_wk, stride_wn)
+    W = Matrix(w, stride_wk, stride_wn)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = products(acc, (h, stride_hm, stride_hr), (b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    if HAS_X_MASKED:
-        acc = products(acc, (x_masked, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)
-    if DROP:
+    acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    if x_masked is not None:
+        acc = products(acc, Matrix(x_masked, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)
+    if seed is not None:
         acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
-    acc = products(acc, (x, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)
+    acc = products(acc, Matrix(x, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)
     finish(acc, (out, pre_scale, residual, m, c, bias), row, col, M, N, EPILOGUE)

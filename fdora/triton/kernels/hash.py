@@ -31,14 +31,6 @@ def hashed_between(
     return tl.sum(acc, axis=0)
 
 
-@triton.jit
-def hashed(p, count, cols, stride_row, stride_col, first, part, parts, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """One of ``parts`` shares of ``count`` words: every so many blocks."""
-    return hashed_between(
-        p, part * BLOCK, count, parts * BLOCK, cols, stride_row, stride_col, first, PACKED, BLOCK,
-    )
-
-
 @triton.jit(launch_metadata=launched)
 def hash_kernel(
     A, B, out, s, count_a, count_b, cols_a, cols_b, stride_ar, stride_ak, stride_bn, stride_br,
@@ -48,8 +40,9 @@ def hash_kernel(
     if PDL:
         gdc_launch_dependents()
     part, parts = tl.program_id(0), tl.num_programs(0)
-    word = hashed(A, count_a, cols_a, stride_ar, stride_ak, 0, part, parts, PACKED_A, BLOCK)
-    word += hashed(B, count_b, cols_b, stride_bn, stride_br, 1 << 40, part, parts, PACKED_B, BLOCK)
+    begin, step = part * BLOCK, parts * BLOCK
+    word = hashed_between(A, begin, count_a, step, cols_a, stride_ar, stride_ak, 0, PACKED_A, BLOCK)
+    word += hashed_between(B, begin, count_b, step, cols_b, stride_bn, stride_br, 1 << 40, PACKED_B, BLOCK)
     for i in range(1 + part, WORDS, parts):  # small factors have fewer programs than words
         tl.store(out + i, word.to(tl.int64, bitcast=True))
     if part == 0:

@@ -61,11 +61,10 @@ def kept_kernel(
     c,  # float32: each layer at its field c
     out0, out1, out2, out3,  # (N,) float32 of each layer, by its field leaf: a copy; None where nobody wants one
     L, first, parts,  # the first column of the table that this launch is for, and words of a layer
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr,
-    UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr, HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
+    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
+    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+    HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     layer, part = first + tl.program_id(0) // parts, tl.program_id(0) % parts
     t, mine = table + layer, counters + layer * COUNTERS

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.norm import walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, tile_of, unscaled
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, store, tile_of, unscaled
 from fdora.triton.runtime.cost import launched
 
 
@@ -25,8 +25,7 @@ def _merge_tile(i, W, low, m, c, out, s, N, K, HOW: tl.constexpr):
     if T.TMA:
         out.store([first_n, first_k], v.to(out.dtype))
     else:
-        at = out + n[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+        store(v, Matrix(out, K, None), n, k, N, K)
 
 
 @triton.jit(launch_metadata=launched)
@@ -36,7 +35,7 @@ def merge_kernel(
     out,  # (N, K)
     s, N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     UNDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, TMA)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.tile import column_at, row_at
+from fdora.triton.kernels.tile import Matrix, addresses, column_at, row_at
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents
 
@@ -62,9 +62,9 @@ def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def rank_of(ranks, a, G, R, HAS_RANKS: tl.constexpr):
+def rank_of(ranks, a, G, R):
     """The true rank of adapter a, 0 where there is none."""
-    r = tl.load(ranks + a, mask=a < G, other=0) if HAS_RANKS else R
+    r = tl.load(ranks + a, mask=a < G, other=0) if ranks is not None else R
     return tl.where(a < G, r, 0)
 
 
@@ -89,7 +89,7 @@ def _is_finite(flags, a, G, FLAGS: tl.constexpr):
 
 @triton.jit
 def _route(
-    tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS: tl.constexpr, FLAGS: tl.constexpr,
+    tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, FLAGS: tl.constexpr,
     TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     row = tile * BLOCK_M
@@ -106,7 +106,7 @@ def _route(
         lo = tl.load(offsets + a - 1, mask=known & (a > 0), other=0)
         hi = tl.load(offsets + a, mask=known, other=0)
         here = known & (tl.maximum(lo, row) < tl.minimum(tl.minimum(hi, M), row + BLOCK_M))
-        r = tl.load(ranks + a, mask=known, other=0) if HAS_RANKS else tl.where(known, R, 0)
+        r = tl.load(ranks + a, mask=known, other=0) if ranks is not None else tl.where(known, R, 0)
         slabs = tl.where(here, (r + BLOCK_R - 1) // BLOCK_R, 0)
         if FLAGS > 0:  # zeros times what is not finite would reach the rows of others: its own get a NaN by g
             slabs = tl.where(_is_finite(flags, a, G, FLAGS) | (first == last), slabs, 0)
@@ -157,16 +157,15 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
         mine = (t >= begin) & (t < M)
         for n0 in range(0, width, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            at = out + t[:, None].to(tl.int64) * width + n[None, :]
-            tl.store(at, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=mine[:, None] & (n < width)[None, :])
+            at, zeros = addresses(Matrix(out, width, None), t, n), tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
+            tl.store(at, zeros, mask=mine[:, None] & (n < width)[None, :])
 
 
 @triton.jit(launch_metadata=launched)
 def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
-    HAS_RANKS: tl.constexpr, HAS_M: tl.constexpr, HAS_G: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr,
-    STORE_PRE_SCALE: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
     Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
@@ -177,21 +176,22 @@ def multi_routes_kernel(
             _route_experts(pid, offsets, route, M, G, span, tiles, BLOCK_M, BLOCK_G)
         else:
             _route(
-                pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, HAS_RANKS, FLAGS, TAILS, BLOCK_M, BLOCK_R, BLOCK_G
+                pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, FLAGS, TAILS, BLOCK_M, BLOCK_R, BLOCK_G
             )
     elif EXPERTS and pid >= tiles + blocks:
         if out is not None:  # backward without a dx
             _zero_tail(pid - tiles - blocks, out, offsets, M, G, width, 64, 64)
-        if STORE_PRE_SCALE:
+        if pre_scale is not None:
             _zero_tail(pid - tiles - blocks, pre_scale, offsets, M, G, width, 64, 64)
-    elif HAS_G:
+    elif g is not None:
         across = tl.cdiv(N, BLOCK_N)
         a = (pid - tiles) // across
         n = (pid - tiles) % across * BLOCK_N + tl.arange(0, BLOCK_N)
         at = tl.cast(a, tl.int64) * N
         ga = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if HAS_M and a < G:
-            ga = g_tile(m + at, c + at, n, N)
+        if m is not None:  # noqa: SIM102  it must not be looked at
+            if a < G:
+                ga = g_tile(m + at, c + at, n, N)
         if FLAGS > 0:
             i = tl.arange(0, FLAGS)
             bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
@@ -202,9 +202,8 @@ def multi_routes_kernel(
 @triton.jit(launch_metadata=launched)
 def multi_h_kernel(
     x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
-    HAS_RANKS: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
-    PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
@@ -219,11 +218,11 @@ def multi_h_kernel(
         t = tile * TILE + part + tl.arange(0, BLOCK_M)
         r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
         mine = (t >= lo) & (t < hi)
-        rank = rank_of(ranks, a, G, R, HAS_RANKS)
+        rank = rank_of(ranks, a, G, R)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
         some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
-        at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
-        at_f = f + tl.cast(a, tl.int64) * stride_fa + k[:, None].to(tl.int64) * stride_fk + r[None, :].to(tl.int64) * stride_fr
+        at_x = addresses(Matrix(x, stride_xm, stride_xk), t, k)
+        at_f = addresses(Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr), k, r)
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.
         near = (r // 8 * 8 < rank) & (r < R)
@@ -232,14 +231,15 @@ def multi_h_kernel(
         for k0 in range(0, end, BLOCK_K):
             xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
             ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
-            acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision=PRECISION)
+            acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
         known = mine[:, None] & (r < rank)[None, :]
         out = tl.where(known, acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
-        tl.store(h + t[:, None].to(tl.int64) * stride_hm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
-        if PADDED and EXPERTS:
-            tl.store(pad + t[:, None].to(tl.int64) * stride_pm + r[None, :], out, mask=mine[:, None] & (r < R)[None, :])
-        elif PADDED:
+        mask = mine[:, None] & (r < R)[None, :]
+        tl.store(addresses(Matrix(h, stride_hm, None), t, r), out, mask=mask)
+        if pad is not None and EXPERTS:
+            tl.store(addresses(Matrix(pad, stride_pm, None), t, r), out, mask=mask)
+        elif pad is not None:
             row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
-            tl.store(pad + row[:, None] * stride_pm + r[None, :], out, mask=(r < R)[None, :] & (row >= 0)[:, None])
+            tl.store(addresses(Matrix(pad, stride_pm, None), row, r), out, mask=(r < R)[None, :] & (row >= 0)[:, None])

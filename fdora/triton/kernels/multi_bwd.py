@@ -6,21 +6,21 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
+from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
-from fdora.triton.kernels.tile import Matrix, block_on, column_at, loaded, row_at, store
+from fdora.triton.kernels.sums import column_sums
+from fdora.triton.kernels.tile import Matrix, block_on, store, strip_at
 from fdora.triton.runtime.cost import launched
 
 
 @triton.jit(launch_metadata=launched)
 def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
-    HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, NEED_M: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
-    FLAT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
 ):
     """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h."""
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
     ga = None
     if g is not None:
@@ -37,8 +37,7 @@ def multi_scale_kernel(
 def multi_finish_kernel(
     dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
     stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v: a few
     columns at a time, since registers for all of them would leave room for few programs."""
@@ -48,12 +47,8 @@ def multi_finish_kernel(
     at = tl.cast(a, tl.int64) * N + n  # before the bounds are there: a trip to memory is what a program takes
     ga, ca = tl.load(g + at, mask=in_n, other=1.0), tl.load(c + at, mask=in_n, other=1.0)
     lo, hi = bounds_of(offsets, a, G, M)
-    dg = tl.zeros((BLOCK_N,), tl.float32)
     first, end = lo // ROWS, tl.where(lo < hi, (hi + ROWS - 1) // ROWS, lo // ROWS)
-    for strip in range(first, end, BLOCK_T):
-        t = strip + tl.arange(0, BLOCK_T)
-        of = partial_m + (t + a)[:, None].to(tl.int64) * N + n[None, :]
-        dg += tl.sum(tl.load(of, mask=(t < end)[:, None] & in_n[None, :], other=0.0), axis=0)
+    dg = column_sums(partial_m + (first + a).to(tl.int64) * N, n, N, N, end - first, BLOCK_T)
     if SAVED_PRE_SCALE:
         store_gradients(dg, ga, ca, dm, dc, at, in_n)
     else:
@@ -79,7 +74,7 @@ def multi_finish_kernel(
 @triton.jit(launch_metadata=launched)
 def multi_grad_kernel(
     u, v, offsets, ranks, out, M, G, P, Q, R, stride_ut, stride_vt,
-    HAS_RANKS: tl.constexpr, RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """u_a^T v_a over the tokens of each adapter, (G, P, Q); not SINGLE: of each pair with a strip of ROWS rows."""
@@ -91,12 +86,9 @@ def multi_grad_kernel(
         _, a, lo, hi = pair_of(place, offsets, G, M, ROWS, BLOCK_G)
     p, q = block_on(0, BLOCK_P), block_on(1, BLOCK_Q)
     begins = tl.program_id(0) * BLOCK_P if RANK_FIRST else tl.program_id(1) * BLOCK_Q
-    hi = tl.where(begins < rank_of(ranks, a, G, R, HAS_RANKS), hi, lo)
-    acc = tl.zeros((BLOCK_P, BLOCK_Q), tl.float32)
-    for i in range(lo, hi, BLOCK_T):
-        t = i + tl.arange(0, BLOCK_T)
-        ut, vt = loaded(Matrix(u, stride_ut, None), t, p, hi, P), loaded(Matrix(v, stride_vt, None), t, q, hi, Q)
-        acc = tl.dot(tl.trans(ut), vt, acc, input_precision=PRECISION)
+    hi = tl.where(begins < rank_of(ranks, a, G, R), hi, lo)
+    u, v = Matrix(u, stride_ut, None), Matrix(v, stride_vt, None)
+    acc = over_tokens(u, v, p, q, lo, hi, P, Q, BLOCK_T, "ieee")
     if SINGLE or a < G:
         store(acc, Matrix(out + place.to(tl.int64) * P * Q, Q, None), p, q, P, Q)
 

@@ -11,6 +11,7 @@ from fdora.triton.kernels.gemm import finish_tma
 from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
 from fdora.triton.kernels.product import finish, products, tile_of_product
+from fdora.triton.kernels.tile import Matrix, addresses, loaded
 from fdora.triton.runtime.cost import launched
 
 
@@ -29,7 +30,7 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
 @triton.jit(launch_metadata=launched)
 def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
-    MOST, PROGRAMS, TRANS_B: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
+    MOST, PROGRAMS, TRANS_B: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_M: tl.constexpr, PTX: tl.constexpr,
 ):
@@ -88,24 +89,23 @@ def multi_gemm_tma_kernel(
 @triton.jit
 def low_rank_terms(
     h, b, offsets, ranks, first, last, row, col, M, N, G, R,
-    HAS_RANKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
-    h, stride_hm = h
     b, stride_ba, stride_br, stride_bn = b
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for a in range(first, tl.minimum(last + 1, G)):
         lo, hi = bounds_of(offsets, a, G, M)
         mine = (t >= lo) & (t < hi)
-        rank = tl.where(lo < hi, rank_of(ranks, a, G, R, HAS_RANKS), 0)
+        rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)
         part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        at_h = h + t[:, None].to(tl.int64) * stride_hm + r[None, :]
-        at_b = b + tl.cast(a, tl.int64) * stride_ba + r[:, None].to(tl.int64) * stride_br + n[None, :].to(tl.int64) * stride_bn
-        for r0 in range(0, rank, BLOCK_R):
+        at_h = addresses(h, t, r)
+        at_b = addresses(Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_br, stride_bn), r, n)
+        for r0 in range(0, rank, BLOCK_R):  # not products(): its mask of rows, one comparison, made float32 spill more
             ht = tl.load(at_h, mask=mine[:, None] & (r < rank - r0)[None, :], other=0.0)
             bt = tl.load(at_b, mask=(r < rank - r0)[:, None] & (n < N)[None, :], other=0.0)
-            part = tl.dot(ht, bt.to(ht.dtype), part, input_precision=PRECISION)
+            part = tl.dot(ht, bt.to(ht.dtype), part, input_precision="ieee")
             at_h += BLOCK_R
             at_b += BLOCK_R * stride_br
         acc += tl.where(mine[:, None], part, 0.0)
@@ -116,9 +116,8 @@ def low_rank_terms(
 def multi_gemm_pointer_kernel(
     x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
     stride_xm, stride_xk, stride_we, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
-    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, EXPERTS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     rows = tl.load(route + ROUTE * MOST) * BLOCK_M if EXPERTS else M
     if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N):
@@ -129,13 +128,14 @@ def multi_gemm_pointer_kernel(
     if EXPERTS:
         row, stop, last = tl.load(record + 3), last, first
         w += tl.cast(first, tl.int64) * stride_we
-        if HAS_BIAS:
+        if bias is not None:
             bias += tl.cast(first, tl.int64) * BIAS_SPAN
     acc = low_rank_terms(
-        (h, stride_hm), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
-        HAS_RANKS, "ieee", BLOCK_M, BLOCK_N, BLOCK_R,
+        Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        BLOCK_M, BLOCK_N, BLOCK_R,
     )
-    acc = products(acc, (x, stride_xm, stride_xk), (w, stride_wk, stride_wn), row, col, stop, N, K, BLOCK_K, PRECISION)
+    x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
+    acc = products(acc, x, w, row, col, stop, N, K, BLOCK_K, "ieee")
     ends = (out, pre_scale, None, g, (ids, first, last, False), bias)
     finish(acc, ends, row, col, stop, N, "segments")
 
@@ -144,20 +144,17 @@ def multi_gemm_pointer_kernel(
 def multi_epilogue_kernel(
     v, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
-    HAS_RANKS: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, DROP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """The same on a float32 product that is there. DROP masks the term of low rank."""
+    """The same on a float32 product that is there. ``seed`` masks the term of low rank."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    at = t[:, None].to(tl.int64) * N + n[None, :]
-    mask = (t < M)[:, None] & (n < N)[None, :]
     acc = low_rank_terms(
-        (h, stride_hm), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
-        HAS_RANKS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
+        Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
+        BLOCK_M, BLOCK_N, BLOCK_R,
     )
-    if DROP:
+    if seed is not None:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
-    acc += tl.load(v + at, mask=mask, other=0.0)
+    acc += loaded(Matrix(v, N, None), t, n, M, N)
     finish(acc, (out, pre_scale, None, g, (ids, first, last, False), bias), row, col, M, N, "segments")

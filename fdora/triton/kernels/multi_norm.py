@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.multi import rank_of
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, loaded, tile_at, tile_of
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, block_on, loaded, tile_at, tile_of, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -18,25 +18,24 @@ def multi_norm_kernel(
     s, ranks,  # (G,)
     partial,  # (tiles along K, G, N)
     N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Sums of squares of a tile's rows. One loop over the slabs of all adapters: the copies of the next
     adapter's start under the squares of this one."""
     tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     n, k, r = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
-    at_b = B + n[:, None].to(tl.int64) * stride_bn + r[None, :].to(tl.int64) * stride_br
-    at_a = A + r[:, None].to(tl.int64) * stride_ar + k[None, :].to(tl.int64) * stride_ak
+    at_b, at_a = addresses(Matrix(B, stride_bn, stride_br), n, r), addresses(Matrix(A, stride_ar, stride_ak), r, k)
     w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for i in range(0, G * slabs):
         g, r0 = tl.cast(i // slabs, tl.int64), i % slabs * BLOCK_R
         here_b, here_a = at_b + (g * stride_ba + r0 * stride_br), at_a + (g * stride_aa + r0 * stride_ar)
-        if EVEN and not HAS_RANKS:
+        if EVEN and ranks is None:
             b, a = tl.load(here_b), tl.load(here_a)
         else:
-            rank = tl.load(ranks + g) if HAS_RANKS else R
-            b = tl.load(here_b, mask=(n < N)[:, None] & (r < rank - r0)[None, :], other=0.0)
+            rank = tl.load(ranks + g) if ranks is not None else R
+            b = tl.load(here_b, mask=within(n, r, N, rank - r0), other=0.0)
             a = tl.load(here_a, mask=(k < K)[None, :] & (r < rank - r0)[:, None], other=0.0)
         acc = tl.dot(b, a, acc, input_precision=PRECISION)
         if i % slabs == slabs - 1:
@@ -48,8 +47,8 @@ def multi_norm_kernel(
 
 @triton.jit
 def _factors(at_a, in_r, k, K, stride_ak, EVEN: tl.constexpr):
-    at = at_a + k.to(tl.int64) * stride_ak
-    return tl.load(at) if EVEN else tl.load(at, mask=in_r[:, None] & (k < K), other=0.0)
+    at = at_a + k[None, :].to(tl.int64) * stride_ak
+    return tl.load(at) if EVEN else tl.load(at, mask=in_r[:, None] & (k < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.
     """s^2 A A^T of each adapter over a span of columns, out of the product of all."""
     gram = tl.zeros((a.shape[0], a.shape[0]), tl.float32)
     for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
-        f = _factors(at_a, in_r, (k0 + tl.arange(0, BLOCK_K))[None, :], K, stride_ak, EVEN)
+        f = _factors(at_a, in_r, k0 + tl.arange(0, BLOCK_K), K, stride_ak, EVEN)
         gram += (by * by)[:, None] * tl.dot(f, tl.trans(f))
     at = ((part.to(tl.int64) * G + a) * BLOCK_R + r)[:, None] * BLOCK_R + r[None, :]
     tl.store(grams + at, gram, mask=(a[:, None] == a[None, :]) & (a < G)[:, None])
@@ -70,7 +69,7 @@ def strip_norm_kernel(
     s, ranks,  # (G,)
     partial, grams,  # (spans, G + 1, N), (spans, G, BLOCK_R, BLOCK_R)
     N, K, R, G, span, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    HAS_RANKS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     """The terms of ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n> over ``span`` columns, for adapters whose ranks lie
@@ -81,22 +80,20 @@ def strip_norm_kernel(
     first, part = tl.program_id(0) * ADAPTERS, tl.program_id(2)
     j = tl.arange(0, ADAPTERS * BLOCK_R)
     a, r = (first + j // BLOCK_R).to(tl.int64), j % BLOCK_R
-    in_r = r < rank_of(ranks, a, G, R, HAS_RANKS)
+    in_r = r < rank_of(ranks, a, G, R)
     by = tl.load(s + a, mask=a < G, other=0.0)
     at_a = A + (a * stride_aa + r.to(tl.int64) * stride_ar)[:, None]
     if tl.program_id(1) == 0:  # the first to begin: it waits for each of its loads
-        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, STAGES, EVEN and not HAS_RANKS)
+        _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, STAGES, EVEN and ranks is None)
         return
     n = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at_w = W + n[:, None].to(tl.int64) * stride_wn
     at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
     b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
     cross, squares = tl.zeros((BLOCK_N, ADAPTERS * BLOCK_R), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        at = at_w + k.to(tl.int64) * stride_wk
-        w = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, None] & (k < K), other=0.0)
-        f = _factors(at_a, in_r, k, K, stride_ak, EVEN and not HAS_RANKS)
+        k = k0 + tl.arange(0, BLOCK_K)
+        w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
+        f = _factors(at_a, in_r, k, K, stride_ak, EVEN and ranks is None)
         # Scaled here, so that each product begins at 0: accumulators of tensor cores cut off what rounding would add.
         cross += (2 * by)[None, :] * tl.dot(w, tl.trans(f))
         v = w.to(tl.float32)
@@ -104,7 +101,7 @@ def strip_norm_kernel(
     own = first + tl.arange(0, ADAPTERS)
     terms = tl.sum(tl.reshape(b.to(tl.float32) * cross, (BLOCK_N, ADAPTERS, BLOCK_R)), axis=2)
     here = partial + part.to(tl.int64) * (G + 1) * N + n
-    tl.store(here[:, None] + own[None, :].to(tl.int64) * N, terms, mask=(n < N)[:, None] & (own < G)[None, :])
+    tl.store(here[:, None] + own[None, :].to(tl.int64) * N, terms, mask=within(n, own, N, G))
     if first == 0:
         tl.store(here + tl.cast(G, tl.int64) * N, tl.sum(squares, axis=1), mask=n < N)
 
@@ -128,14 +125,14 @@ def strip_root_kernel(
     partial, grams,  # (spans, G + 1, N), (spans, G, BLOCK_R, BLOCK_R)
     c,  # (G, width)
     N, K, R, G, spans, first, width, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    HAS_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     CANCELLED: tl.constexpr, PDL: tl.constexpr,
 ):
     """The roots of an adapter's sums of terms, into N columns of c from ``first`` on. A row whose terms
     cancel is summed again directly, by the program that has it."""
-    g, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    g, n = tl.program_id(1).to(tl.int64), block_on(0, BLOCK_N)
     r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_R)
-    rank = rank_of(ranks, g, G, R, HAS_RANKS)
+    rank = rank_of(ranks, g, G, R)
     b = loaded(Matrix(B + g * stride_ba, stride_bn, stride_br), n, r, N, rank)
     cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
@@ -184,6 +181,6 @@ def multi_root_kernel(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """The roots of the sums of an adapter's partials, into N columns of c from ``first`` on."""
-    n, a = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
+    n, a = block_on(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     acc = column_sums(partial + a * N, n, N, tl.cast(G, tl.int64) * N, strips, BLOCK_T)
     tl.store(c + a * width + first + n, tl.sqrt_rn(acc), mask=n < N)

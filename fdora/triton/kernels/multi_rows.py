@@ -36,7 +36,7 @@ def _seen_finite(h, offsets, a, G, M, R, rank, stride_hm, BLOCK_H: tl.constexpr)
 @triton.jit(launch_metadata=launched)
 def bank_kernel(
     x, ranks, out, flags, h, offsets, P, Q, height, pitch, M, G, R, stride_xa, stride_xp, stride_xq, stride_hm,
-    dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, HAS_RANKS: tl.constexpr, BY_ROW: tl.constexpr,
+    dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, BY_ROW: tl.constexpr,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -46,7 +46,7 @@ def bank_kernel(
     finite, only what is written is read. PDL: it ends after the kernel ahead, beside which it runs: what waits for this one
     waits for both."""
     a, chunk = tl.program_id(0), tl.program_id(1)
-    rank = tl.load(ranks + a) if HAS_RANKS else tl.maximum(P, Q)
+    rank = tl.load(ranks + a) if ranks is not None else tl.maximum(P, Q)
     read = tl.minimum(P, rank) if BY_ROW else P
     wide = Q if BY_ROW else tl.minimum(Q, rank)
     written = tl.minimum(height, tl.cdiv(read, STEP) * STEP) if BY_ROW else height
@@ -71,7 +71,7 @@ def bank_kernel(
                 begin = end
     for i in tl.range(begin, end, CHUNKS, num_stages=STAGES):
         p, q = i // columns * BLOCK_P + tl.arange(0, BLOCK_P), i % columns * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        at = x + tl.cast(a, tl.int64) * stride_xa + p[:, None].to(tl.int64) * stride_xp + q[None, :].to(tl.int64) * stride_xq
+        at = addresses(Matrix(x + tl.cast(a, tl.int64) * stride_xa, stride_xp, stride_xq), p, q)
         # By eights: a rank that is only known here would make loads and stores as narrow as one number.
         near = q // 8 * 8 < across
         t = tl.load(at, mask=(p < read)[:, None] & (near & (q < Q))[None, :], other=0.0)

@@ -7,45 +7,40 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.multi import bounds_of, rank_of, segment_of
+from fdora.triton.kernels.product import products
+from fdora.triton.kernels.small import shrunk
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _place(order, t, M, HAS_ORDER: tl.constexpr):
+def _place(order, t, M):
     """Where the token of this sorted position lies."""
-    return tl.load(order + t, mask=t < M, other=0) if HAS_ORDER else t.to(tl.int64)
+    return tl.load(order + t, mask=t < M, other=0) if order is not None else t.to(tl.int64)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_shrink_kernel(
     x, f, offsets, ranks, order, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
-    HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """Parts of x f_a. The program of the first token of a segment does all of it, BLOCK_T tokens at a time."""
     if PDL:
         gdc_launch_dependents()
     a = segment_of(tl.program_id(0), offsets, G, BLOCK_G)
     lo, hi = bounds_of(offsets, a, G, M)
-    rank = rank_of(ranks, a, G, R, HAS_RANKS)
-    r, k = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    begin = tl.program_id(2) * span
+    rank = rank_of(ranks, a, G, R)
+    x, own = Matrix(x, stride_xm, stride_xk), Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr)
+    r, begin = block_on(1, BLOCK_R), tl.program_id(2) * span
     end = tl.where(tl.program_id(1) * BLOCK_R < rank, tl.minimum(begin + span, K), begin)
     if (tl.program_id(0) == lo) & (a < G):
         for t0 in range(lo, hi, BLOCK_T):
             t = t0 + tl.arange(0, BLOCK_T)
-            at_x = x + _place(order, t, M, HAS_ORDER)[:, None] * stride_xm
-            at_f = f + tl.cast(a, tl.int64) * stride_fa + r[None, :].to(tl.int64) * stride_fr
-            acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-            for k0 in range(begin, end, BLOCK_K):
-                at = (k0 + k).to(tl.int64)
-                # Not (at < end), which is only known here and would make these loads as narrow as one number.
-                xt = tl.load(at_x + at[None, :] * stride_xk, mask=(t < hi)[:, None] & (at < K)[None, :], other=0.0)
-                ft = tl.load(at_f + at[:, None] * stride_fk, mask=(at < K)[:, None] & (r < rank)[None, :], other=0.0)
-                acc = tl.dot(xt, ft.to(xt.dtype), acc)
+            # Not up to end, which is only known here and would make these loads as narrow as one number.
+            acc = shrunk(x, own, t, _place(order, t, M), r, begin, end, hi, K, rank, BLOCK_K)
             at = part + (tl.program_id(2) * M + t)[:, None] * R + r[None, :]
-            tl.store(at, acc, mask=(t < hi)[:, None] & (r < R)[None, :])
+            tl.store(at, acc, mask=within(t, r, hi, R))
 
 
 @triton.jit
@@ -62,7 +57,7 @@ def _g_of_adapter(m, c, a, n, G, N):
 @triton.jit(launch_metadata=launched)
 def multi_expand_kernel(
     part, s, b, m, c, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
-    PARTS: tl.constexpr, HAS_RANKS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """h = s_a times the sum of the parts, h b_a and g of each token in float32, sorted; zeros and ones without an adapter."""
@@ -70,8 +65,8 @@ def multi_expand_kernel(
         gdc_launch_dependents()
     a = segment_of(tl.program_id(1), offsets, G, BLOCK_G)
     lo, hi = bounds_of(offsets, a, G, M)
-    rank = rank_of(ranks, a, G, R, HAS_RANKS)
-    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    rank = rank_of(ranks, a, G, R)
+    n, r = block_on(0, BLOCK_N), tl.arange(0, BLOCK_R)
     sa = tl.load(s + a, mask=a < G, other=0.0)
     if PDL:
         gdc_wait()
@@ -81,7 +76,7 @@ def multi_expand_kernel(
             t = t0 + tl.arange(0, BLOCK_T)
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
             for r0 in range(0, R, BLOCK_R):
-                here = (t < hi)[:, None] & (r0 + r < R)[None, :]
+                here = within(t, r0 + r, hi, R)
                 at = t[:, None] * R + (r0 + r)[None, :]
                 sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
                 for i in tl.static_range(PARTS):  # always in the same order
@@ -94,7 +89,7 @@ def multi_expand_kernel(
                 bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
                 bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
                 acc = tl.dot(ht, bt.to(ht.dtype), acc)
-            at, mine = t[:, None].to(tl.int64) * N + n[None, :], (t < hi)[:, None] & (n < N)[None, :]
+            at, mine = t[:, None].to(tl.int64) * N + n[None, :], within(t, n, hi, N)
             tl.store(lora + at, acc, mask=mine)
             if m is not None:
                 tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=mine)
@@ -104,25 +99,26 @@ def multi_expand_kernel(
 def multi_low_kernel(
     x, f, s, b, m, c, offsets, ranks, order, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     stride_ba, stride_br, stride_bn,
-    HAS_RANKS: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr, STAYS: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """h = s_a x f_a, h b_a and g, of small ranks, token by token: all of h in each program, and some columns. What they share
     comes from the cache. One kernel, few registers and little shared memory: the pass over W begins when all of its programs
-    have, and runs beside them. STAYS: what it is handed stays in the cache meanwhile, so that W does not drive it out."""
+    have, and runs beside them. What it is handed stays in the cache meanwhile (h200/multi_cache.json): h B^T and g of 64 tokens
+    and 14336 columns, 7.3 MB, were written to memory while W came."""
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     a = segment_of(t, offsets, G, BLOCK_G)
-    rank = rank_of(ranks, a, G, R, HAS_RANKS)
+    rank = rank_of(ranks, a, G, R)
     inside = r < rank
-    at_x = x + _place(order, t, M, HAS_ORDER) * stride_xm
+    at_x = x + _place(order, t, M) * stride_xm
     at_f = f + tl.cast(a, tl.int64) * stride_fa + r[:, None].to(tl.int64) * stride_fr
     sums = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in tl.range(0, tl.where(rank > 0, K, 0), BLOCK_K, num_stages=STAGES):
         at = (k0 + k).to(tl.int64)
         xt = tl.load(at_x + at * stride_xk, mask=at < K, other=0.0)
-        ft = tl.load(at_f + at[None, :] * stride_fk, mask=inside[:, None] & (at < K)[None, :], other=0.0)
+        ft = tl.load(at_f + at[None, :] * stride_fk, mask=within(r, at, rank, K), other=0.0)
         sums += tl.sum(ft.to(xt.dtype).to(tl.float32) * xt.to(tl.float32)[None, :], axis=1)
     sa = tl.load(s + a, mask=a < G, other=0.0)
     ht = tl.where(inside, sa * sums, 0.0).to(h.dtype.element_ty)
@@ -136,39 +132,29 @@ def multi_low_kernel(
         bt = tl.where(inside[None, :], bt, 0.0).to(h.dtype.element_ty).to(tl.float32)
         acc = tl.sum(bt * ht.to(tl.float32)[None, :], axis=1)
         at = tl.cast(t, tl.int64) * N + n
-        policy: tl.constexpr = "evict_last" if STAYS else ""
-        tl.store(lora + at, acc, mask=n < N, eviction_policy=policy)
+        tl.store(lora + at, acc, mask=n < N, eviction_policy="evict_last")
         if m is not None:
-            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy=policy)
+            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
 
 
 @triton.jit(launch_metadata=launched)
 def multi_small_kernel(
     x, w, lora, g, bias, order, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
-    HAS_M: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, HAS_ORDER: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """One pass over W for all tokens; the term of low rank and g are there by then."""
-    t, n, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    place = _place(order, t, M, HAS_ORDER)
-    at_x = x + place[:, None] * stride_xm + k[None, :].to(tl.int64) * stride_xk
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    t, n = tl.arange(0, BLOCK_M), block_on(0, BLOCK_N)
+    place = _place(order, t, M)
+    x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(xt, wt, acc)
-        at_x += BLOCK_K * stride_xk
-        at_w += BLOCK_K * stride_wk
-    mask = (t < M)[:, None] & (n < N)[None, :]
+    acc = products(acc, x, w, 0, tl.program_id(0) * BLOCK_N, M, N, K, BLOCK_K, None, place)
     if PDL:
         gdc_wait()
-    at = t[:, None].to(tl.int64) * N + n[None, :]
-    acc += tl.load(lora + at, mask=mask, other=0.0)
-    if STORE_PRE_SCALE:
-        tl.store(pre_scale + at, acc.to(pre_scale.dtype.element_ty), mask=mask)
-    if HAS_M:
-        acc = acc * tl.load(g + at, mask=mask, other=0.0)
-    if HAS_BIAS:
+    acc += loaded(Matrix(lora, N, None), t, n, M, N)
+    if pre_scale is not None:
+        store(acc, Matrix(pre_scale, N, None), t, n, M, N)
+    if g is not None:
+        acc = acc * loaded(Matrix(g, N, None), t, n, M, N)
+    if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=within(t, n, M, N))

@@ -13,7 +13,19 @@ import triton.language as tl
 
 from fdora.triton.kernels.hash import unchanged
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, loaded, low_rank, low_rank_tma, tile_at, unscaled
+from fdora.triton.kernels.tile import (
+    Blocks,
+    LowRank,
+    Matrix,
+    addresses,
+    block_on,
+    halves,
+    loaded,
+    low_rank,
+    low_rank_tma,
+    tile_at,
+    unscaled,
+)
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -54,13 +66,13 @@ def walk(
     EACH: tl.constexpr, of, HOW: tl.constexpr, count, old_hash, new_hash,
     WORDS: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """``EACH`` of ``count`` things: a program each, or few programs that share them. Where fingerprints have WORDS there is
-    nothing to do if both are the same."""
+    """``EACH`` of ``count`` things: a program each, or few programs that share them. Where there are fingerprints, of WORDS,
+    there is nothing to do if both are the same."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if WORDS or FLATTEN:
-        if WORDS:
+    if old_hash is not None or FLATTEN:
+        if old_hash is not None:
             count = tl.where(unchanged(old_hash, new_hash, WORDS), 0, count)
         # Flattened, the copies of the next tile start under the last products and the squares of this one.
         for i in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLATTEN):
@@ -130,15 +142,9 @@ def read_dense(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
         w = 0.0  # TILE reads it, behind the products
     else:
         k = first_k + tl.arange(0, T.K)
-        at = W.p + rows.of_W[:, None] * W.row + k[None, :].to(tl.int64) * W.col
+        at = addresses(W, rows.of_W, k)
         w = tl.load(at) if T.EVEN else tl.load(at, mask=rows.inside[:, None] & (k < K)[None, :], other=0.0)
     return w
-
-
-@triton.jit
-def halves(t, N: tl.constexpr, WIDTH: tl.constexpr):
-    """The first and the second half of the columns."""
-    return tl.split(tl.permute(tl.reshape(t, (N, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -150,8 +156,8 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
         w = W.p.load([rows.first, first_k])
     w = w.to(tl.float32)
     if T.TMA and low.scale_n is not None:  # a half of the columns at a time: the scales of 256 would spill
-        low_acc, high_acc = halves(acc, T.N, T.K)
-        w_low, w_high = halves(w, T.N, T.K)
+        low_acc, high_acc = halves(acc)
+        w_low, w_high = halves(w)
         k = first_k + tl.arange(0, T.K // 2)
         v = w_low + s * unscaled(low_acc, low, rows.n, k, N, K)
         squares = tl.sum(v * v, axis=1)
@@ -172,8 +178,7 @@ def norm_kernel(
     s, N, K, R, span,  # columns of a strip, or None: single tiles
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):
     SINGLE: tl.constexpr = span is None
     columns = BLOCK_K if SINGLE else span
@@ -182,7 +187,7 @@ def norm_kernel(
     of = (Matrix(W, stride_wn, stride_wk), low, s, Sums(partial, None, None), 0, N, K, columns)
     HOW: tl.constexpr = (read_dense, dense_tile, None, T, Run(SINGLE, not SINGLE, False, AHEAD, 1, True))
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, columns)
-    walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS if GUARDED else 0, TMA, PDL)
+    walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS, TMA, PDL)
 
 
 @triton.jit(launch_metadata=launched)
@@ -198,7 +203,7 @@ def choose_kernel(
     if PDL:
         gdc_wait()
     same = unchanged(old_hash, new_hash, WORDS)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, 0 if same else strips, BLOCK_T)
     before = tl.load(c + n, mask=n < N, other=0.0)
     after = tl.where(same, before, tl.sqrt_rn(acc))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma, sum_by_tma
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -22,7 +22,7 @@ def slopes(dc, c, n, N):
 def stored_onto(total, onto, out, i, j, P, Q):
     """Into a Matrix (P, Q) at rows i and columns j; to what is in ``onto``, which lies as it does."""
     at = i[:, None].to(tl.int64) * out.row + j[None, :].to(tl.int64) * out.col
-    mask = (i < P)[:, None] & (j < Q)[None, :]
+    mask = within(i, j, P, Q)
     if onto is not None:
         total += tl.load(onto + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out.p + at, total.to(out.p.dtype.element_ty), mask=mask)
@@ -38,18 +38,17 @@ def norm_terms_kernel(
 ):
     """B, or q B with q = dc / c, in the dtype of products: a sum of terms, the second what the first has lost. Of two also in
     float32, into ``wide``."""
-    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (n < N)[:, None] & (r < R)[None, :]
+    n, r = block_on(0, BLOCK_N), block_on(1, BLOCK_R)
     v = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R).to(tl.float32)
     if WITH_Q:
         v = slopes(dc, c, n, N)[:, None] * v
-    at = out + n[:, None].to(tl.int64) * (TERMS * R) + r[None, :]
     first = v.to(out.dtype.element_ty)
-    tl.store(at, first, mask=mask)
+    store(first, Matrix(out, TERMS * R, None), n, r, N, R)
     if TERMS == 2 and WITH_Q:
-        tl.store(wide + n[:, None].to(tl.int64) * R + r[None, :], v, mask=mask)
+        store(v, Matrix(wide, R, None), n, r, N, R)
     if TERMS == 2:
-        tl.store(at + R, (v - first.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+        at = addresses(Matrix(out, TERMS * R, None), n, r)
+        tl.store(at + R, (v - first.to(tl.float32)).to(out.dtype.element_ty), mask=within(n, r, N, R))
 
 
 @triton.jit(launch_metadata=launched)
@@ -58,18 +57,17 @@ def norm_tokens_kernel(
     B,  # (N, R)
     dz, out,  # (R, N), (N,)
     s, N, R, stride_bn, stride_br, stride_dz,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """s (q B)^T into dz, and s q into ``out``."""
-    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n, r = block_on(0, BLOCK_N), block_on(1, BLOCK_R)
     q = s * slopes(dc, c, n, N)
-    if NEED_B:
+    if out is not None:
         tl.store(out + n, q, mask=n < N)  # every slab of the rank writes the same
-    if NEED_A:
+    if dz is not None:
         b = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R)
         at = dz + r[None, :].to(tl.int64) * stride_dz + n[:, None]
-        mask = (n < N)[:, None] & (r < R)[None, :]
-        tl.store(at, (q[:, None] * b.to(tl.float32)).to(dz.dtype.element_ty), mask=mask)
+        tl.store(at, (q[:, None] * b.to(tl.float32)).to(dz.dtype.element_ty), mask=within(n, r, N, R))
 
 
 @triton.jit
@@ -89,11 +87,11 @@ def _gram_part(left, right, out, part, parts, length, R, BLOCK: tl.constexpr, BL
         n = n0 + tl.arange(0, BLOCK_N)
         acc = tl.dot(loaded(left, i, n, R, end), loaded(right, n, j, end, R), acc)
     out += part.to(tl.int64) * R * R
-    in_i, in_j = (i < R)[:, None], (j < R)[None, :]
+    mask = within(i, j, R, R)
     if row >= col:
-        tl.store(out + i[:, None] * R + j[None, :], acc, mask=in_i & in_j)
+        tl.store(out + i[:, None] * R + j[None, :], acc, mask=mask)
     if row > col:
-        tl.store(out + j[None, :] * R + i[:, None], acc, mask=in_i & in_j)
+        tl.store(out + j[None, :] * R + i[:, None], acc, mask=mask)
 
 
 @triton.jit(launch_metadata=launched)
@@ -101,22 +99,22 @@ def norm_grams_kernel(
     dz, A, B,  # (R, N), (R, K), (N, R)
     parts_A, parts_B,  # (PARTS, R, R)
     N, K, R, stride_dz, stride_ar, stride_ak, stride_bn, stride_br,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dz B and A A^T, each in PARTS of its sums."""
     part = tl.program_id(1)
-    if NEED_A and part < PARTS:
+    if parts_A is not None and part < PARTS:
         _gram_part(
             Matrix(dz, stride_dz, 1), Matrix(B, stride_bn, stride_br), parts_A, part, PARTS, N, R, BLOCK, BLOCK_N
         )
-    elif NEED_B:
+    elif parts_B is not None:
         left, right = Matrix(A, stride_ar, stride_ak), Matrix(A, stride_ak, stride_ar)
         _gram_part(left, right, parts_B, part % PARTS, PARTS, K, R, BLOCK, BLOCK_N)
 
 
 @triton.jit
 def _parts_added(parts, out, s, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = block_on(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for p in tl.static_range(PARTS):
         total += tl.load(parts + tl.cast(p, tl.int64) * size + at, mask=at < size, other=0.0)
@@ -128,12 +126,12 @@ def norm_grams_add_kernel(
     parts_A, parts_B,  # (PARTS, size)
     gram_A, gram_B,  # (size,)
     s, size,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """s times the sum of the parts of each, in their order."""
-    if NEED_A and tl.program_id(1) == 0:
+    if parts_A is not None and tl.program_id(1) == 0:
         _parts_added(parts_A, gram_A, s, size, PARTS, BLOCK)
-    elif NEED_B:
+    elif parts_B is not None:
         _parts_added(parts_B, gram_B, s, size, PARTS, BLOCK)
 
 
@@ -190,7 +188,7 @@ def norm_bwd_finish_kernel(
 ):
     """dA = s (parts + s G A) from (r, K) parts and G = (q B)^T B; or dB = s q (parts + s B G), (N, r) and G = A A^T. Beside
     what is in ``onto``."""
-    i, j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    i, j = block_on(0, BLOCK_I), block_on(1, BLOCK_J)
     if OF_A:
         parts, term, F, out = Matrix(parts, K, 1), tl.cast(R, tl.int64) * K, Matrix(A, stride_ar, stride_ak), Matrix(out, K, 1)
         _finished(parts, term, G, F, onto, out, 1.0, s, i, j, R, K, R, TERMS, PRECISION, BLOCK_R)

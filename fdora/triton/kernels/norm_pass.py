@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.norm_bwd import slopes, stored_onto
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, block_on, loaded, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -29,8 +29,7 @@ def _gram(
         if WITH_Q:
             left = (slopes(dc, c, n, N)[:, None] * f.to(tl.float32)).to(f.dtype)
         acc = tl.dot(tl.trans(left), f, acc, input_precision=PRECISION)
-    mask = (r < R)[:, None] & (r < R)[None, :]
-    tl.store(out + (part * R + r)[:, None] * R + r[None, :], acc, mask=mask)
+    tl.store(out + (part * R + r)[:, None] * R + r[None, :], acc, mask=within(r, r, R, R))
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _of_W(
         if TERMS == 2:
             acc = tl.dot(tl.trans(w) if COLUMNS else w, (v.to(tl.float32) - first.to(tl.float32)).to(w.dtype), acc)
     at = (part * R + r)[None, :].to(tl.int64) * P + i[:, None]
-    tl.store(parts + at, acc, mask=(i < P)[:, None] & (r < R)[None, :])
+    tl.store(parts + at, acc, mask=within(i, r, P, R))
 
 
 @triton.jit(launch_metadata=launched)
@@ -64,29 +63,28 @@ def norm_pass_kernel(
     W, A, B,  # (N, K), (R, K), (N, R)
     parts_A, parts_B, gram_A, gram_B,  # (parts, R, K), (parts, R, N), (GRAMS, R, R) twice
     N, K, R, stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br, rows_of_part, columns_of_part,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, GRAMS: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr,
-    PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr,
+    GRAMS: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr, PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr,
     GRAM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """All sums of both gradients: (q B)^T W (r, K) over parts of the rows, A W^T (r, N) over parts of the columns, and
     (q B)^T B and A A^T over GRAMS of each. Which of them, the number of the program says."""
     W, A, B = Matrix(W, stride_wn, stride_wk), Matrix(A, stride_ak, stride_ar), Matrix(B, stride_bn, stride_br)
     p = tl.program_id(0)
-    grams = GRAMS * ((1 if NEED_A else 0) + (1 if NEED_B else 0))
-    of_A = tl.cdiv(K, BLOCK_K) * tl.cdiv(N, rows_of_part) if NEED_A else 0
+    grams = GRAMS * (2 if parts_A is not None and parts_B is not None else 1)
+    of_A = tl.cdiv(K, BLOCK_K) * tl.cdiv(N, rows_of_part) if parts_A is not None else 0
     if p < grams:
         part = p % GRAMS
-        if NEED_A and p < GRAMS:
+        if parts_A is not None and p < GRAMS:
             span = tl.cdiv(N, GRAMS)
             end = min(part * span + span, N)
             _gram(B, dc, c, gram_A, part, part * span, end, N, R, True, PRECISION_B, GRAM_BLOCK, BLOCK_R)
-        elif NEED_B:
+        elif parts_B is not None:
             span = tl.cdiv(K, GRAMS)
             end = min(part * span + span, K)
             _gram(A, dc, c, gram_B, part, part * span, end, N, R, False, PRECISION_A, GRAM_BLOCK, BLOCK_R)
-    elif NEED_A and p < grams + of_A:
+    elif parts_A is not None and p < grams + of_A:
         _of_W(W, B, dc, c, parts_A, p - grams, K, N, R, rows_of_part, True, TERMS_A, BLOCK_K, BLOCK_N, BLOCK_R)
-    elif NEED_B:
+    elif parts_B is not None:
         p_B = p - grams - of_A
         _of_W(W, A, None, None, parts_B, p_B, N, K, R, columns_of_part, False, TERMS_B, BLOCK_N, BLOCK_K, BLOCK_R)
 
@@ -101,12 +99,12 @@ def _added(
     g = tl.zeros((i.shape[0], BLOCK_R), tl.float32)
     for p in range(0, GRAMS):
         at_g = gram + (p * R + i)[:, None] * R + r[None, :]
-        g += tl.load(at_g, mask=(i < R)[:, None] & (r < R)[None, :], other=0.0)
+        g += tl.load(at_g, mask=within(i, r, R, R), other=0.0)
     f = loaded(F, r, j, R, Q)
     total = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
     for p in range(0, PARTS):
         at = parts + (p * R + i)[:, None].to(tl.int64) * Q + j[None, :]
-        total += tl.load(at, mask=(i < R)[:, None] & (j < Q)[None, :], other=0.0)
+        total += tl.load(at, mask=within(i, j, R, Q), other=0.0)
     total += s * tl.dot(g.to(f.dtype), f, input_precision=PRECISION)
     stored_onto(s * by_row * total, onto, out, i, j, R, Q)
 
@@ -118,21 +116,20 @@ def norm_add_kernel(
     dc, c,  # (N,)
     onto_A, onto_B, dA, dB,  # (R, K), (N, R), (R, K), (N, R)
     s, N, K, R, stride_ar, stride_ak, stride_bn, stride_br,
-    NEED_A: tl.constexpr, NEED_B: tl.constexpr, PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, GRAMS: tl.constexpr,
-    PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, GRAMS: tl.constexpr, PRECISION_A: tl.constexpr, PRECISION_B: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """dA = s (parts + s G A), G = (q B)^T B, and dB^T = s (parts + s G B^T) q, G = A A^T, which is symmetric; each beside
     what is in its ``onto``."""
-    p, i = tl.program_id(0), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    of_A = tl.cdiv(K, BLOCK_J) if NEED_A else 0
-    if NEED_A and p < of_A:
+    p, i = tl.program_id(0), block_on(1, BLOCK_I)
+    of_A = tl.cdiv(K, BLOCK_J) if parts_A is not None else 0
+    if parts_A is not None and p < of_A:
         j = p * BLOCK_J + tl.arange(0, BLOCK_J)
         _added(
             parts_A, gram_A, Matrix(A, stride_ar, stride_ak), onto_A, Matrix(dA, K, 1), 1.0, s, i, j, K, R,
             PARTS_A, GRAMS, PRECISION_A, BLOCK_R,
         )
-    elif NEED_B:
+    elif parts_B is not None:
         j = (p - of_A) * BLOCK_J + tl.arange(0, BLOCK_J)
         q = slopes(dc, c, j, N)[None, :]
         _added(

@@ -1,7 +1,6 @@
 """What every kernel that writes an (M, N) result is made of: its tiles, sums of products, and one end.
 
-Inside of kernels a matrix is a tuple, (pointer, stride of its first axis, of its second), or a tensor descriptor, and what a
-product ends with is ``ends`` = (out, pre_scale, residual, m, c, bias), each None where it is not there."""
+What a product ends with is ``ends`` = (out, pre_scale, residual, m, c, bias), each None where it is not there."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_of, g_tile
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
 from fdora.triton.runtime.cost import launched
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
@@ -24,24 +24,32 @@ def tile_of_product(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = pid % (GROUP_M * tiles_n)
-    return (group * GROUP_M + within % height) * BLOCK_M, (within // height) * BLOCK_N
+    place = pid % (GROUP_M * tiles_n)
+    return (group * GROUP_M + place % height) * BLOCK_M, (place // height) * BLOCK_N
 
 
 @triton.jit
-def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None):
-    """acc + x w in the tile that begins at (row, col); x (M, K), w (K, N)."""
-    x, stride_xm, stride_xk = x
-    w, stride_wk, stride_wn = w
+def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None, place=None):
+    """acc + x w in the tile that begins at (row, col); x (M, K), w (K, N). ``place``: where rows of x lie, if not in order."""
     t, n, k = row + tl.arange(0, acc.shape[0]), col + tl.arange(0, acc.shape[1]), tl.arange(0, BLOCK_K)
-    at_x = x + t[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
-    at_w = w + k[:, None].to(tl.int64) * stride_wk + n[None, :].to(tl.int64) * stride_wn
+    at_x, at_w = addresses(x, t if place is None else place, k), addresses(w, k, n)
     for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=(t < M)[:, None] & (k < K - k0)[None, :], other=0.0)
-        wt = tl.load(at_w, mask=(k < K - k0)[:, None] & (n < N)[None, :], other=0.0)
+        xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
+        wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
         acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=PRECISION)
-        at_x += BLOCK_K * stride_xk
-        at_w += BLOCK_K * stride_wk
+        at_x += BLOCK_K * x.col
+        at_w += BLOCK_K * w.row
+    return acc
+
+
+@triton.jit
+def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None):
+    """u^T v at the columns p of u and q of v, over tokens from ``begin`` to ``end``; u (M, P), v (M, Q)."""
+    acc = tl.zeros((p.shape[0], q.shape[0]), tl.float32)
+    for t0 in range(begin, end, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        ut, vt = loaded(u, t, p, end, P), loaded(v, t, q, end, Q)
+        acc = tl.dot(tl.trans(ut), vt, acc, input_precision=PRECISION)
     return acc
 
 
@@ -75,7 +83,7 @@ def _write(to, v, row, col, at, mask, M, N, STORE: tl.constexpr):
     elif row + v.shape[0] > M:  # few tiles: addresses of these alone, which no other has to hold
         t, n = row + tl.arange(0, v.shape[0]), col + tl.arange(0, v.shape[1])
         at = t[:, None].to(tl.int64) * N + n[None, :]
-        tl.store(to[1] + at, v.to(to[0].dtype), mask=(t < M)[:, None] & (n < N)[None, :])
+        tl.store(to[1] + at, v.to(to[0].dtype), mask=within(t, n, M, N))
     else:
         to[0].store([row, col], v.to(to[0].dtype))
 
@@ -124,29 +132,26 @@ def finish(
 @triton.jit(launch_metadata=launched)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
-    SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    at, mask = t[:, None].to(tl.int64) * N + n[None, :], (t < M)[:, None] & (n < N)[None, :]
-    there = tl.load(base + at, mask=mask, other=0.0)  # on its way while the product runs
+    at = t[:, None].to(tl.int64) * N + n[None, :]
+    there = tl.load(base + at, mask=within(t, n, M, N), other=0.0)  # on its way while the product runs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = products(acc, (h, stride_hm, stride_hr), (b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N)
 
 
 @triton.jit(launch_metadata=launched)
 def epilogue_kernel(
     v, residual, out, m, c, bias, M, N,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """g and bias on a float32 product; here the residual is added before the bias."""
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = (t < M)[:, None] & (n < N)[None, :]
-    at = t[:, None].to(tl.int64) * N + n[None, :]
+    t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
+    at, mask = t[:, None].to(tl.int64) * N + n[None, :], within(t, n, M, N)
     y = tl.load(v + at, mask=mask)
     if EPILOGUE == "scale":
         y = g_tile(m, c, n, N)[None, :] * y
@@ -154,6 +159,6 @@ def epilogue_kernel(
             y += tl.load(residual + at, mask=mask)
     if EPILOGUE == "residual":
         y = y + (g_tile(m, c, n, N) - 1)[None, :] * tl.load(residual + at, mask=mask)
-    if HAS_BIAS:
+    if bias is not None:
         y += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)

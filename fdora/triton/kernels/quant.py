@@ -37,15 +37,15 @@ from fdora.triton.kernels.decode import (
     beside,
     byte_scales,
     byte_weights,
-    nibbles,
     pair_codes,
     pair_groups,
+    pair_weights,
     scale_from,
     scale_terms,
     single_weights,
 )
-from fdora.triton.kernels.norm import Run, Sums, halves, product_of, squares_of_run, walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix
+from fdora.triton.kernels.norm import Run, Sums, product_of, squares_of_run, walk
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, halves
 from fdora.triton.runtime.cost import launched
 
 
@@ -53,7 +53,7 @@ from fdora.triton.runtime.cost import launched
 def _store(w, rows, first_k, K, to, T: tl.constexpr):
     """w to the dense W."""
     k = first_k + tl.arange(0, T.K)
-    at = to.dense + rows.of_W[:, None] * to.pitch + k[None, :]
+    at = addresses(Matrix(to.dense, to.pitch, None), rows.of_W, k)
     w = w.to(to.dense.dtype.element_ty)
     if T.EVEN:
         tl.store(at, w)
@@ -66,7 +66,7 @@ def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.cons
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, T.K)
     inside = rows.inside[:, None] & (k < K)[None, :]
-    at = W.codes + rows.of_W[:, None] * W.row + k[None, :].to(tl.int64) * W.col
+    at = addresses(Matrix(W.codes, W.row, W.col), rows.of_W, k)
     x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
     return x, byte_scales(W, rows.of_W, k, first_k, rows.inside, inside, HOW, T.K)
 
@@ -107,8 +107,7 @@ def read_pairs(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
 def _even_and_odd(x, scale, acc, HOW: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
     """The weights and the sums of even columns, then those of odd ones, (N, GROUPS, PART) each."""
     acc_even, acc_odd = tl.split(tl.reshape(acc, (N, GROUPS, PART, 2)))
-    low, high = nibbles(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), HOW.TABLE, HOW.PTX)
-    even, odd = (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
+    even, odd = pair_weights(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), scale, HOW)
     return even, acc_even, odd, acc_odd
 
 
@@ -126,9 +125,9 @@ def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T
     x, scale = read[0], scale_from(read[1], read[2], W.code256, W.offset, here, HOW.SCALES)
     acc = product_of(low, b, rows, first_k, N, K, T)
     if T.TMA and T.EVEN and GROUPS > 1:
-        left, right = halves(acc, T.N, T.K)
-        x_left, x_right = halves(x, T.N, T.K // 2)
-        scale_left, scale_right = halves(scale, T.N, GROUPS)
+        left, right = halves(acc)
+        x_left, x_right = halves(x)
+        scale_left, scale_right = halves(scale)
         even, acc_even, odd, acc_odd = _even_and_odd(x_left, scale_left, left, HOW, T.N, GROUPS // 2, PART)
         squares = _squares(even, acc_even, odd, acc_odd, s)
         even, acc_even, odd, acc_odd = _even_and_odd(x_right, scale_right, right, HOW, T.N, GROUPS // 2, PART)
@@ -159,59 +158,32 @@ def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T:
 
 
 @triton.jit(launch_metadata=launched)
-def quant4_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4
-    A, B,  # (R, K), (N, R), or their descriptors
-    scale_n, scale_k,  # (N,), (K,)
-    partial,  # (runs along K, N)
-    dense, pitch,  # W itself, in rows of this pitch
-    old_hash, new_hash,  # (WORDS,)
-    s, first, N, K, R, groups, stride_ar, stride_ak, stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, FLAT: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-):
-    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
-    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
-    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
-    HOW: tl.constexpr = How4(TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    WALK: tl.constexpr = Run(RUN == 1, ONE_SLAB, True, None, BLOCK_K, True)
-    W, span = Codes4(codes, scales, code256, scales2, offset, groups), BLOCK_K * RUN
-    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    HASHED: tl.constexpr = WORDS if GUARDED else 0
-    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    if PAIRS:
-        walk(squares_of_run, of, (read_pairs, pairs_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
-    else:
-        walk(squares_of_run, of, (read_singles, singles_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
-
-
-@triton.jit(launch_metadata=launched)
-def quant8_kernel(
-    codes, scales,  # see Codes8
+def quant_kernel(
+    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
     A, B,  # (R, K), (N, R), or their descriptors
     scale_n, scale_k,  # (N,), (K,)
     partial,  # (runs along K, N)
     dense, pitch,  # W itself, in rows of this pitch
     old_hash, new_hash,  # (WORDS,)
     s, first, N, K, R, groups, stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PTX: tl.constexpr, STORE: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, SCALED: tl.constexpr,
-    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """N rows from ``first`` on, as above."""
+    """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
-    HOW: tl.constexpr = How8(CODE, BY_BITS, MODE, BN, BK, PTX)
-    WALK: tl.constexpr = Run(
-        False, ONE_SLAB, RUN > 1 and (MODE != "block" or BK % BLOCK_K == 0), None, BLOCK_K, RUN > 1
-    )
-    W, span = Codes8(codes, stride_cn, stride_ck, scales, groups), BLOCK_K * RUN
-    of = (W, low, s, Sums(partial, dense, pitch), first, N, K, span)
-    HASHED: tl.constexpr = WORDS if GUARDED else 0
-    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
-    walk(squares_of_run, of, (read_codes8, codes8_tile, HOW, T, WALK), count, old_hash, new_hash, HASHED, TMA, PDL)
+    to, span = Sums(partial, dense, pitch), BLOCK_K * RUN
+    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
+    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
+    READ: tl.constexpr = read_codes8 if BITS == 8 else read_pairs if PAIRS else read_singles
+    TILE: tl.constexpr = codes8_tile if BITS == 8 else pairs_tile if PAIRS else singles_tile
+    AHEAD: tl.constexpr = BITS == 4 or (RUN > 1 and (SCALES != "block" or BK % BLOCK_K == 0))
+    WALK: tl.constexpr = Run(BITS == 4 and RUN == 1, ONE_SLAB, AHEAD, None, BLOCK_K, BITS == 4 or RUN > 1)
+    OF: tl.constexpr = (READ, TILE, HOW, T, WALK)
+    of, count = (W, low, s, to, first, N, K, span), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
+    walk(squares_of_run, of, OF, count, old_hash, new_hash, WORDS, TMA, PDL)

@@ -13,15 +13,16 @@ A tile of 64 x 64 at r = 64 takes 248 instructions for 32 weights of a thread, 7
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, e4m3, nibble, scale_of
-from fdora.triton.kernels.hash import unchanged
+from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, Codes4, How4, e4m3, nibble, scale_of
+from fdora.triton.kernels.norm import walk
 from fdora.triton.kernels.tile import Matrix, loaded
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.lookup import OF_WORDS
-from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 TINY = tl.constexpr(2.0**-30)
 HUGE = tl.constexpr(2.0**30)
@@ -44,65 +45,75 @@ def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
         return nibble(x & 15, TABLE), nibble(x >> 4 & 15, TABLE)
 
 
+class Strip(NamedTuple):
+    """Constants of a tile (N, K) of W and of a rank up to R. ``EVEN``: every tile is whole. ``AHEAD``: stages of the loop.
+    ``ONE_SECOND``: a row of a strip has one second scale."""
+
+    N: Any
+    K: Any
+    R: Any
+    EVEN: Any
+    AHEAD: Any
+    ONE_SECOND: Any
+
+
 @triton.jit
-def _strip4(
-    i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
-    stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr,
-):
-    IN_TILE: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
-    PART: tl.constexpr = BLOCK_K // 8 // IN_TILE
+def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
+    HOW: tl.constexpr = OF[0]
+    T: tl.constexpr = OF[1]
+    GROUP: tl.constexpr = HOW.GROUP
+    SCALES: tl.constexpr = HOW.SCALES
+    IN_TILE: tl.constexpr = T.K // GROUP if T.K > GROUP else 1
+    PART: tl.constexpr = T.K // 8 // IN_TILE
     strips = tl.cdiv(K, span)
     strip = i % strips
-    n = i // strips * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = i // strips * T.N + tl.arange(0, T.N)
     row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
     size = tl.abs(s)
     unit = tl.where(size < TINY, TINY, tl.where(size > HUGE, HUGE, s))
-    b = loaded(Matrix(B, stride_bn, stride_br), n, tl.arange(0, BLOCK_R), N, R)
+    b = loaded(B, n, tl.arange(0, T.R), N, R)
     if (size < TINY) | (size > HUGE):
         b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit
     if SCALES == "e4m3*global":  # code256 is the global scale; to divide by it for each group would be a call
-        by *= tl.load(code256)
+        by *= tl.load(W.code256)
     elif SCALES == "e4m3/global":
-        by /= tl.load(code256)
-    at_x = codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, BLOCK_K // 8)[None, :]
+        by /= tl.load(W.code256)
+    at_x = W.codes + row[:, None] * tl.multiple_of(K // 8, 8) + tl.arange(0, T.K // 8)[None, :]
     begin, end = strip * span, min(K, strip * span + span)
     # Triton copies no single bytes ahead. A nested scale takes two loads, one after the other: its code comes two tiles ahead,
     # what that stands for one.
-    at_scale = scales + row[:, None] * groups + tl.arange(0, IN_TILE)[None, :]
-    last = end - BLOCK_K
+    at_scale = W.scales + row[:, None] * W.groups + tl.arange(0, IN_TILE)[None, :]
+    last = end - T.K
     if SCALES == "nested":
-        zero = tl.load(offset)
-        second = tl.load(scales2 + ((row[:, None] * groups + begin // GROUP_SIZE) >> 8), mask=in_n, other=0.0)
-        value = tl.load(code256 + tl.load(at_scale + begin // GROUP_SIZE, mask=in_n, other=0).to(tl.int32))
-        stored = tl.load(at_scale + min(begin + BLOCK_K, last) // GROUP_SIZE, mask=in_n, other=0)
+        zero = tl.load(W.offset)
+        second = tl.load(W.scales2 + ((row[:, None] * W.groups + begin // GROUP) >> 8), mask=in_n, other=0.0)
+        value = tl.load(W.code256 + tl.load(at_scale + begin // GROUP, mask=in_n, other=0).to(tl.int32))
+        stored = tl.load(at_scale + min(begin + T.K, last) // GROUP, mask=in_n, other=0)
     elif SCALES != "fp32":
-        stored = tl.load(at_scale + begin // GROUP_SIZE, mask=in_n, other=0)
-    squares = tl.zeros((BLOCK_N, IN_TILE, PART, 4), tl.float32)
-    for k0 in tl.range(begin, end, BLOCK_K, num_stages=AHEAD):
-        word = tl.multiple_of(k0 // 8, BLOCK_K // 8)
-        x = tl.load(at_x + word) if EVEN else tl.load(at_x + word, mask=in_n, other=0)
-        acc = tl.reshape(tl.dot(b, A.load([0, k0])), (BLOCK_N, IN_TILE, PART, 4, 2))
+        stored = tl.load(at_scale + begin // GROUP, mask=in_n, other=0)
+    squares = tl.zeros((T.N, IN_TILE, PART, 4), tl.float32)
+    for k0 in tl.range(begin, end, T.K, num_stages=T.AHEAD):
+        word = tl.multiple_of(k0 // 8, T.K // 8)
+        x = tl.load(at_x + word) if T.EVEN else tl.load(at_x + word, mask=in_n, other=0)
+        acc = tl.reshape(tl.dot(b, A.load([0, k0])), (T.N, IN_TILE, PART, 4, 2))
         if SCALES == "fp32":
-            scale = tl.load(at_scale + k0 // GROUP_SIZE, mask=in_n, other=0.0)
+            scale = tl.load(at_scale + k0 // GROUP, mask=in_n, other=0.0)
         elif SCALES == "nested":
-            if not ONE_SECOND:
-                at = row[:, None] * groups + k0 // GROUP_SIZE + tl.arange(0, IN_TILE)[None, :]
-                second = tl.load(scales2 + (at >> 8), mask=in_n, other=0.0)
+            if not T.ONE_SECOND:
+                at = row[:, None] * W.groups + k0 // GROUP + tl.arange(0, IN_TILE)[None, :]
+                second = tl.load(W.scales2 + (at >> 8), mask=in_n, other=0.0)
             scale = tl.fma(value, second, 0.0) + zero
-            value = tl.load(code256 + stored.to(tl.int32))
-            stored = tl.load(at_scale + min(k0 + 2 * BLOCK_K, last) // GROUP_SIZE, mask=in_n, other=0)
+            value = tl.load(W.code256 + stored.to(tl.int32))
+            stored = tl.load(at_scale + min(k0 + 2 * T.K, last) // GROUP, mask=in_n, other=0)
         else:
             scale = scale_of(stored, None, None, None, None, in_n, "e8m0") if SCALES == "e8m0" else e4m3(stored)
-            stored = tl.load(at_scale + min(k0 + BLOCK_K, last) // GROUP_SIZE, mask=in_n, other=0)
+            stored = tl.load(at_scale + min(k0 + T.K, last) // GROUP, mask=in_n, other=0)
         scale *= by
-        low, high = _values(tl.reshape(x, (BLOCK_N, IN_TILE, PART)), TABLE, PTX)
+        low, high = _values(tl.reshape(x, (T.N, IN_TILE, PART)), HOW.TABLE, HOW.PTX)
         even, odd = tl.split(acc)
-        v = (high if HIGH_FIRST else low) * scale[:, :, None, None] + even
-        u = (low if HIGH_FIRST else high) * scale[:, :, None, None] + odd
+        v = (high if HOW.HIGH_FIRST else low) * scale[:, :, None, None] + even
+        u = (low if HOW.HIGH_FIRST else high) * scale[:, :, None, None] + odd
         squares += v * v
         squares += u * u
     total = tl.sum(tl.sum(tl.sum(squares, axis=3), axis=2), axis=1) * (unit * unit)
@@ -113,26 +124,14 @@ def _strip4(
 def quant4_strips_kernel(
     codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
     stride_bn, stride_br,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
+    CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr,
-    GUARDED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    ONE_SECOND: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if GUARDED:
-        count = tl.where(unchanged(old_hash, new_hash, WORDS), 0, tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span))
-        for i in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-            _strip4(
-                i, codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
-                stride_bn, stride_br,
-                TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
-            )
-    else:
-        _strip4(
-            tl.program_id(0), codes, scales, code256, scales2, offset, A, B, partial, s, first, N, K, R, groups, span,
-            stride_bn, stride_br,
-            TABLE, HIGH_FIRST, GROUP_SIZE, SCALES, PTX, BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND,
-        )
+    W = Codes4(codes, scales, code256, scales2, offset, groups)
+    of = (W, A, Matrix(B, stride_bn, stride_br), partial, s, first, N, K, R, span)
+    HOW: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, False, True, PTX)
+    T: tl.constexpr = Strip(BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND)
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
+    walk(_strip4, of, (HOW, T), count, old_hash, new_hash, WORDS, False, PDL)

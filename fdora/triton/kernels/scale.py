@@ -1,4 +1,4 @@
-"""Backward's elementwise pass and the sums over tokens; see fdora/triton/scale.py."""
+"""Backward's elementwise pass and the sums over tokens; see fdora/triton/scale.py and factors.py."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, column_at, loaded, row_at, store, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def over_tokens(dy, x, n, k, N, M, K):
-    """dy^T x at the columns n of dy and k of x."""
+def over_few(dy, x, n, k, N, M, K):
+    """dy^T x at the columns n of dy and k of x. As over_tokens, but that x is asked for behind dy: both at once spill."""
     v = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
     for t0 in range(0, M, 32):
         t = t0 + tl.arange(0, 32)
@@ -28,7 +29,7 @@ def dot_rows(dy, x, w, n, N, M, K):
     total = tl.zeros(n.shape, tl.float32)
     for k0 in range(0, K, 32):
         k = k0 + tl.arange(0, 32)
-        v = over_tokens(dy, x, n, k, N, M, K)
+        v = over_few(dy, x, n, k, N, M, K)
         total += tl.sum(v * loaded(w, n, k, N, K).to(tl.float32), axis=1)
     return total
 
@@ -121,15 +122,13 @@ def scale_kernel(
     dm, dc, dbias, dB,  # (N,) three times, (N, R)
     M, N, K, R, ROWS, tiny,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_DZ: tl.constexpr, NEED_DZ_MINUS_DY: tl.constexpr, NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, REDO: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """dz, and the sums of each strip of ROWS tokens; of a SINGLE one what comes of them."""
     if PDL:
         gdc_launch_dependents()
-    n = column_at(tl.cdiv(N, BLOCK_N), FLAT) * BLOCK_N + tl.arange(0, BLOCK_N)
-    strip = row_at(tl.cdiv(N, BLOCK_N), FLAT)
+    n, strip = strip_at(N, BLOCK_N, FLAT)
     dy, h = Matrix(dy, stride_dy, None), Matrix(h, stride_hm, stride_hr)
     g = None
     if dz is not None or dz_minus_dy is not None or BLOCK_R > 0:
@@ -159,8 +158,7 @@ def finish_kernel(
     dm, dc, dbias, dB,  # (N,) three times, (N, R)
     M, N, K, R, strips, tiny,
     stride_dy, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
-    NEED_M: tl.constexpr, NEED_C: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr,
-    REDO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):
     """The gradients from the sums of the strips, in their order."""
     if PDL:
@@ -185,3 +183,30 @@ def finish_kernel(
             sum_B += tl.load(at_strip, mask=within(n, r, N, R), other=0.0)
             at_strip += N * R
         store(sum_B, Matrix(dB, R, None), n, r, N, R)
+
+
+@triton.jit
+def _factor(
+    wide, narrow, out, m, norm, first, M, C, R, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """sum_t wide_tc narrow_tr for the columns c that begin at ``first``; times their g, where m is there."""
+    c, r = first + tl.arange(0, BLOCK_C), block_on(1, BLOCK_R)
+    acc = over_tokens(wide, narrow, c, r, 0, M, C, R, BLOCK_M)
+    if m is not None:
+        acc *= g_tile(m, norm, c, C)[:, None]
+    store(acc, out, c, r, C, R)
+
+
+@triton.jit(launch_metadata=launched)
+def factors_kernel(
+    x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """Where m is there, dz is dy, and dB takes g."""
+    tile, tiles_x = tl.program_id(0), tl.cdiv(K, BLOCK_C)
+    x, dh = Matrix(x, stride_x, None), Matrix(dh, stride_dh, None)
+    dz, h = Matrix(dz, stride_dz, None), Matrix(h, stride_h, None)
+    if tile < tiles_x:
+        _factor(x, dh, Matrix(dA, 1, K), None, None, tile * BLOCK_C, M, K, R, BLOCK_C, BLOCK_R, BLOCK_M)
+    else:
+        _factor(dz, h, Matrix(dB, R, 1), m, c, (tile - tiles_x) * BLOCK_C, M, N, R, BLOCK_C, BLOCK_R, BLOCK_M)

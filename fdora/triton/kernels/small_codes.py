@@ -5,36 +5,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.decode import Codes8, How4, How8
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
-from fdora.triton.kernels.small_quant import bytes8, columns4, rows4
+from fdora.triton.kernels.small_quant import Tile, Words, bytes8, columns4, rows4
+from fdora.triton.kernels.tile import Matrix, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def _product(
-    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
-    stride_wn, BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    x, codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups, col, begin, end, M, N, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, T: tl.constexpr,
 ):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
     if BITS == 8:
-        return bytes8(
-            x, codes, scales, col, begin, end, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
-            KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )
-    elif COLUMNS:
-        return columns4(
-            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
-            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )
+        HOW8: tl.constexpr = How8(KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, PTX)
+        return bytes8(x, Codes8(codes, stride_wk, stride_wn, scales, groups), col, begin, end, M, N, K, HOW8, T)
     else:
-        return rows4(
-            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
-            KIND, HIGH_FIRST, GROUP, SCALES, PTX, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )
+        HOW4: tl.constexpr = How4(KIND, HIGH_FIRST, GROUP, SCALES, False, True, PTX)
+        W = Words(codes, scales, code256, scales2, offset, words, groups)
+        if T.COLUMNS:
+            return columns4(x, W, col, begin, end, M, N, K, HOW4, T)
+        else:
+            return rows4(x, W, col, begin, end, M, N, K, HOW4, T)
 
 
 @triton.jit(launch_metadata=launched)
@@ -42,7 +38,7 @@ def codes_parts_kernel(
     x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, words, groups,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm,
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, STORE_H: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
@@ -60,20 +56,20 @@ def codes_parts_kernel(
         if PDL:
             gdc_wait()
         acc = low_rank_term(
-            tl.zeros((BLOCK_N, BLOCK_M), tl.float32), None, part, (h, stride_hm), (b, stride_br, stride_bn), None, None, s,
-            col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
+            tl.zeros((BLOCK_N, BLOCK_M), tl.float32), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
+            None, None, s, col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
         )
     else:
         acc = _product(
-            x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
-            stride_wk, stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+            Matrix(x, stride_xm, stride_xk), codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups,
+            col, begin, end, M, N, K, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX,
+            Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
         )
     if PDL:  # what is written here may be another's until the kernel ahead has ended
         gdc_wait()
     t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = (tl.program_id(1) * M + t)[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(out + at, acc, mask=(n < N)[:, None] & (t < M)[None, :])
+    tl.store(out + at, acc, mask=within(n, t, N, M))
 
 
 @triton.jit(launch_metadata=launched)
@@ -81,21 +77,21 @@ def small_codes_kernel(
     x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, words, groups,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
     BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PRE_SCALE: tl.constexpr, STORE_H: tl.constexpr,
-    NEED_A: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
     """small_kernel, for W of codes. ``COLUMNS``: y has the columns of W, and K counts its rows (backward)."""
     col = tl.program_id(0) * BLOCK_N
     acc = _product(
-        x, codes, scales, code256, scales2, offset, col, 0, K, M, N, K, words, groups, stride_xm, stride_xk, stride_wk,
-        stride_wn, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX, COLUMNS, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        Matrix(x, stride_xm, stride_xk), codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups,
+        col, 0, K, M, N, K, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX,
+        Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
     )
     if PDL:
         gdc_wait()
     acc = low_rank_term(
-        acc, None, part, (h, stride_hm), (b, stride_br, stride_bn), (u, stride_um, stride_un), dA, s, col, M, N, R,
-        x.dtype.element_ty, PARTS, BLOCK_R, 1 if PARTS > 2 else 2, 1,
+        acc, None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn), Matrix(u, stride_um, stride_un), dA, s,
+        col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 1 if PARTS > 2 else 2, 1,
     )
     finish(acc, (out, pre_scale, out if ACCUMULATE else None, m, c, bias), 0, col, M, N, ACROSS=1)

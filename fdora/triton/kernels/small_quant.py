@@ -19,6 +19,8 @@ for each program are what fills the GPU; with one slice all warps would have to 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -37,10 +39,36 @@ TO_TABLE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 TO_WEIGHTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r")
 
 
+class Words(NamedTuple):
+    """A W of 4-bit codes, eight to a word: as Codes4, and how many words and groups a row has."""
+
+    codes: Any
+    scales: Any
+    code256: Any
+    scales2: Any
+    offset: Any
+    words: Any
+    groups: Any
+
+
+class Tile(NamedTuple):
+    """Constants of a tile of the result, M tokens and N columns, and of a slice of K terms. ``COLUMNS``: the result has the
+    columns of W. ``EVEN``: every tile is whole."""
+
+    M: Any
+    N: Any
+    K: Any
+    SLICES: Any
+    COLUMNS: Any
+    EVEN: Any
+
+
 @triton.jit
-def _weights(x, scale, dtype: tl.constexpr, TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, PTX: tl.constexpr):
+def _weights(x, scale, dtype: tl.constexpr, HOW: tl.constexpr):
     """Words of 8 codes, a scale for each -> weights in ``dtype`` on three more axes: number 4 s + 2 h + b at (b, h, s)."""
-    if PTX:
+    TABLE: tl.constexpr = HOW.TABLE
+    HIGH_FIRST: tl.constexpr = HOW.HIGH_FIRST
+    if HOW.PTX:
         IS_BF16: tl.constexpr = dtype == tl.bfloat16
         FOUR: tl.constexpr = (NF4_BF16 if IS_BF16 else NF4_F16) if TABLE == "nf4" else FP4_BF16 if IS_BF16 else FP4_F16
         TEXT: tl.constexpr = (E2M1_BF16 if IS_BF16 else E2M1_F16) if TABLE == "e2m1" else FOUR
@@ -83,161 +111,153 @@ def _weight(x, scale, SHIFT: tl.constexpr, dtype: tl.constexpr, TABLE: tl.conste
 
 @triton.jit
 def _tile4(
-    codes, scale, n, word, N, words, dtype: tl.constexpr, TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, PTX: tl.constexpr,
-    EVEN: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, IN_TILE: tl.constexpr,
+    W, scale, n, word, N, dtype: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    IN_TILE: tl.constexpr,
 ):
     """Weights at rows n (SLICES, ROWS) and words (SLICES, WORDS), as above, one more axis for the groups."""
-    at = codes + n[:, :, None].to(tl.int64) * words + word[:, None, :]
-    x = tl.load(at) if EVEN else tl.load(at, mask=(n < N)[:, :, None] & (word < words)[:, None, :], other=0)
-    x = tl.reshape(x, (SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
-    each = tl.broadcast_to(scale[:, :, :, None], (SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
-    return _weights(x, each, dtype, TABLE, HIGH_FIRST, PTX)
+    at = W.codes + n[:, :, None].to(tl.int64) * W.words + word[:, None, :]
+    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < N)[:, :, None] & (word < W.words)[:, None, :], other=0)
+    x = tl.reshape(x, (T.SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
+    each = tl.broadcast_to(scale[:, :, :, None], (T.SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
+    return _weights(x, each, dtype, HOW)
 
 
 @triton.jit
-def _groups(n, first, N, groups, GROUP: tl.constexpr, IN_TILE: tl.constexpr):
+def _groups(W, n, first, N, HOW: tl.constexpr, IN_TILE: tl.constexpr):
     """Numbers of the groups that rows n (SLICES, ROWS) have from columns ``first`` (SLICES,) on, and which there are."""
-    g = (first // GROUP)[:, None] + tl.arange(0, IN_TILE)[None, :]
-    return n[:, :, None].to(tl.int64) * groups + g[:, None, :], (n < N)[:, :, None] & (g < groups)[:, None, :]
+    g = (first // HOW.GROUP)[:, None] + tl.arange(0, IN_TILE)[None, :]
+    return n[:, :, None].to(tl.int64) * W.groups + g[:, None, :], (n < N)[:, :, None] & (g < W.groups)[:, None, :]
 
 
 @triton.jit
-def _product(acc, w, x, SLICES: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr, TOKENS: tl.constexpr):
-    if SLICES == 1:
-        return tl.dot(tl.reshape(w, (ROWS, TERMS)), tl.reshape(x, (TERMS, TOKENS)), acc)
+def _stored(W, n, first, N, HOW: tl.constexpr, IN_TILE: tl.constexpr):
+    """Their scales as they are stored."""
+    at, mask = _groups(W, n, first, N, HOW, IN_TILE)
+    return tl.load(W.scales + at, mask=mask, other=0)
+
+
+@triton.jit
+def _scale(W, stored, n, first, N, HOW: tl.constexpr, IN_TILE: tl.constexpr):
+    """What those stand for."""
+    at, mask = _groups(W, n, first, N, HOW, IN_TILE)
+    return scale_of(stored, W.code256, W.scales2, W.offset, at, mask, HOW.SCALES)
+
+
+@triton.jit
+def _tokens(x, t, k, M, K, EVEN: tl.constexpr):
+    """Rows t of x (M, K) at terms k (SLICES, BLOCK_K)."""
+    at = x.p + t[None, :, None].to(tl.int64) * x.row + k[:, None, :].to(tl.int64) * x.col
+    return tl.load(at, mask=(t < M)[None, :, None] & (EVEN | (k < K))[:, None, :], other=0.0)
+
+
+@triton.jit
+def _product(acc, w, x, T: tl.constexpr):
+    if T.SLICES == 1:
+        return tl.dot(tl.reshape(w, (T.N, T.K)), tl.reshape(x, (T.K, T.M)), acc)
     else:
-        return tl.dot(tl.reshape(w, (SLICES, ROWS, TERMS)), tl.reshape(x, (SLICES, TERMS, TOKENS)), acc)
+        return tl.dot(tl.reshape(w, (T.SLICES, T.N, T.K)), tl.reshape(x, (T.SLICES, T.K, T.M)), acc)
 
 
 @triton.jit
-def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    return tl.zeros((ROWS, TOKENS), tl.float32) if SLICES == 1 else tl.zeros((SLICES, ROWS, TOKENS), tl.float32)
+def _zeros(T: tl.constexpr):
+    return tl.zeros((T.N, T.M), tl.float32) if T.SLICES == 1 else tl.zeros((T.SLICES, T.N, T.M), tl.float32)
 
 
 @triton.jit
-def rows4(
-    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):
+def rows4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Rows of W from ``col`` on times x, terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M)."""
-    WORDS: tl.constexpr = BLOCK_K // 8
-    IN_TILE: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
+    WORDS: tl.constexpr = T.K // 8
+    IN_TILE: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
+    STEP: tl.constexpr = T.SLICES * T.K
     J: tl.constexpr = WORDS // 16
-    n = tl.broadcast_to((col + tl.arange(0, BLOCK_N))[None, :], (SLICES, BLOCK_N))
-    t, k, i = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, SLICES) * BLOCK_K
+    n = tl.broadcast_to((col + tl.arange(0, T.N))[None, :], (T.SLICES, T.N))
+    t, k, i = tl.arange(0, T.M), tl.arange(0, T.K), tl.arange(0, T.SLICES) * T.K
     c = tl.arange(0, WORDS)
-    acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
+    acc = _zeros(T)
     # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
-    at, mask = _groups(n, begin + i, N, groups, GROUP, IN_TILE)
-    scale = scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
-    at, mask = _groups(n, begin + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
-    stored = tl.load(scales + at, mask=mask, other=0)
-    for k0 in range(begin, end, SLICES * BLOCK_K):
-        at_far, far = _groups(n, k0 + 2 * SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
-        after = tl.load(scales + at_far, mask=far, other=0)
-        at_next, there = _groups(n, k0 + SLICES * BLOCK_K + i, N, groups, GROUP, IN_TILE)
-        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
+    scale = _scale(W, _stored(W, n, begin + i, N, HOW, IN_TILE), n, begin + i, N, HOW, IN_TILE)
+    stored = _stored(W, n, begin + STEP + i, N, HOW, IN_TILE)
+    for k0 in range(begin, end, STEP):
+        after = _stored(W, n, k0 + 2 * STEP + i, N, HOW, IN_TILE)
+        next_scale = _scale(W, stored, n, k0 + STEP + i, N, HOW, IN_TILE)
         first = k0 + i
-        w = _tile4(
-            codes, scale, n, (first // 8)[:, None] + c[None, :], N, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
-            EVEN, SLICES, BLOCK_N, WORDS, IN_TILE,
-        )
-        at_k = first[:, None] + k[None, :]
-        at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
-        xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
+        word = (first // 8)[:, None] + c[None, :]
+        w = _tile4(W, scale, n, word, N, x.p.dtype.element_ty, HOW, T, T.N, WORDS, IN_TILE)
+        xt = _tokens(x, t, first[:, None] + k[None, :], M, K, T.EVEN)
         # Term 16 (4 (4 j + i) + 2 s) + 8 h + 2 q + b is column 128 j + 32 q + 8 i + 4 s + 2 h + b.
-        w = tl.permute(tl.reshape(w, (SLICES, BLOCK_N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
-        xt = tl.permute(tl.reshape(xt, (SLICES, BLOCK_M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
-        acc = _product(acc, w, xt, SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
+        w = tl.permute(tl.reshape(w, (T.SLICES, T.N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
+        xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
+        acc = _product(acc, w, xt, T)
         scale, stored = next_scale, after
-    return acc if SLICES == 1 else tl.sum(acc, axis=0)
+    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
 
 
 @triton.jit
-def columns4(
-    x, codes, scales, code256, scales2, offset, col, begin, end, M, N, K, words, groups, stride_xm, stride_xk,
-    TABLE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-):
+def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
-    WORDS: tl.constexpr = BLOCK_N // 8
-    IN_TILE: tl.constexpr = BLOCK_N // GROUP if BLOCK_N > GROUP else 1
+    WORDS: tl.constexpr = T.N // 8
+    IN_TILE: tl.constexpr = T.N // HOW.GROUP if T.N > HOW.GROUP else 1
     # Four warps that multiply as one (wgmma) hold 16 rows of each 64; a word of eight, two to a lane, asks for four times 64.
-    TOGETHER: tl.constexpr = SLICES == 1 and WORDS >= 32
+    TOGETHER: tl.constexpr = T.SLICES == 1 and WORDS >= 32
     I: tl.constexpr = WORDS // 32 if TOGETHER else 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
     J: tl.constexpr = WORDS // (8 * I)  # TOGETHER: the four warps
-    t, k = tl.arange(0, BLOCK_M), (tl.arange(0, SLICES) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-    word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (SLICES, WORDS))
-    first = tl.zeros((SLICES,), tl.int32) + col
-    acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
-    STEP: tl.constexpr = SLICES * BLOCK_K
-    at, mask = _groups(begin + k, first, K, groups, GROUP, IN_TILE)
-    scale = scale_of(tl.load(scales + at, mask=mask, other=0), code256, scales2, offset, at, mask, SCALES)
-    at, mask = _groups(begin + STEP + k, first, K, groups, GROUP, IN_TILE)
-    stored = tl.load(scales + at, mask=mask, other=0)
+    t, k = tl.arange(0, T.M), (tl.arange(0, T.SLICES) * T.K)[:, None] + tl.arange(0, T.K)[None, :]
+    word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (T.SLICES, WORDS))
+    first = tl.zeros((T.SLICES,), tl.int32) + col
+    acc = _zeros(T)
+    STEP: tl.constexpr = T.SLICES * T.K
+    scale = _scale(W, _stored(W, begin + k, first, K, HOW, IN_TILE), begin + k, first, K, HOW, IN_TILE)
+    stored = _stored(W, begin + STEP + k, first, K, HOW, IN_TILE)
     for k0 in range(begin, end, STEP):
-        at_far, far = _groups(k0 + 2 * STEP + k, first, K, groups, GROUP, IN_TILE)
-        after = tl.load(scales + at_far, mask=far, other=0)
-        at_next, there = _groups(k0 + STEP + k, first, K, groups, GROUP, IN_TILE)
-        next_scale = scale_of(stored, code256, scales2, offset, at_next, there, SCALES)
+        after = _stored(W, k0 + 2 * STEP + k, first, K, HOW, IN_TILE)
+        next_scale = _scale(W, stored, k0 + STEP + k, first, K, HOW, IN_TILE)
         at_k = k0 + k
-        w = _tile4(
-            codes, scale, at_k, word, K, words, x.dtype.element_ty, TABLE, HIGH_FIRST, PTX,
-            EVEN, SLICES, BLOCK_K, WORDS, IN_TILE,
-        )
-        at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
-        xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
+        w = _tile4(W, scale, at_k, word, K, x.p.dtype.element_ty, HOW, T, T.K, WORDS, IN_TILE)
+        xt = _tokens(x, t, at_k, M, K, T.EVEN)
         # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
         # TOGETHER it is row 256 i + 128 s + 64 h + 16 j + 8 b + l.
-        w = tl.reshape(w, (SLICES, BLOCK_K, J, 8, I, 2, 2, 2))
+        w = tl.reshape(w, (T.SLICES, T.K, J, 8, I, 2, 2, 2))
         w = tl.permute(w, (0, 4, 7, 6, 2, 5, 3, 1)) if TOGETHER else tl.permute(w, (0, 2, 4, 7, 6, 5, 3, 1))
-        acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
+        acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), T)
         scale, stored = next_scale, after
-    acc = acc if SLICES == 1 else tl.sum(acc, axis=0)
+    acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
     if TOGETHER:
-        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, BLOCK_M)), (3, 5, 0, 1, 2, 4, 6))
+        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, T.M)), (3, 5, 0, 1, 2, 4, 6))
     else:
-        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, BLOCK_M)), (0, 5, 1, 2, 3, 4, 6))
-    return tl.reshape(acc, (BLOCK_N, BLOCK_M))
+        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, T.M)), (0, 5, 1, 2, 3, 4, 6))
+    return tl.reshape(acc, (T.N, T.M))
 
 
 @triton.jit
-def bytes8(
-    x, codes, scales, col, begin, end, M, N, K, groups, stride_xm, stride_xk, stride_wk, stride_wn,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, MODE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-):
-    """Codes of 8 bits, (K, N) as the strides say, times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
-    n = col + tl.arange(0, BLOCK_N)
-    t, k = tl.arange(0, BLOCK_M), (tl.arange(0, SLICES) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-    BY_N: tl.constexpr = BLOCK_COLUMNS if COLUMNS else BLOCK_ROWS
-    BY_K: tl.constexpr = BLOCK_ROWS if COLUMNS else BLOCK_COLUMNS
-    WHOLE: tl.constexpr = BY_N % BLOCK_N == 0 and BY_K % BLOCK_K == 0
-    one = tl.load(scales) if MODE == "tensor" else 0.0
-    by_row = tl.load(scales + n, mask=n < N, other=0.0)[None, :, None] if MODE == "row" and not COLUMNS else 0.0
-    acc = _zeros(SLICES, BLOCK_N, BLOCK_M)
-    for k0 in range(begin, end, SLICES * BLOCK_K):
+def bytes8(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    """A W of Codes8, (K, N) as its strides say, times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
+    n = col + tl.arange(0, T.N)
+    t, slices = tl.arange(0, T.M), tl.arange(0, T.SLICES) * T.K
+    k = slices[:, None] + tl.arange(0, T.K)[None, :]
+    BY_N: tl.constexpr = HOW.BK if T.COLUMNS else HOW.BN
+    BY_K: tl.constexpr = HOW.BN if T.COLUMNS else HOW.BK
+    WHOLE: tl.constexpr = BY_N % T.N == 0 and BY_K % T.K == 0
+    one = tl.load(W.scales) if HOW.MODE == "tensor" else 0.0
+    by_row = tl.load(W.scales + n, mask=n < N, other=0.0)[None, :, None] if HOW.MODE == "row" and not T.COLUMNS else 0.0
+    acc = _zeros(T)
+    for k0 in range(begin, end, T.SLICES * T.K):
         at_k = k0 + k
         mask = (n < N)[None, :, None] & (at_k < K)[:, None, :]
-        at_w = codes + n[None, :, None].to(tl.int64) * stride_wn + at_k[:, None, :].to(tl.int64) * stride_wk
-        c = tl.load(at_w) if EVEN else tl.load(at_w, mask=mask, other=0)
-        at_x = x + t[None, :, None].to(tl.int64) * stride_xm + at_k[:, None, :].to(tl.int64) * stride_xk
-        xt = tl.load(at_x, mask=(t < M)[None, :, None] & (EVEN | (at_k < K))[:, None, :], other=0.0)
-        if MODE == "tensor":
+        at_w = W.codes + n[None, :, None].to(tl.int64) * W.col + at_k[:, None, :].to(tl.int64) * W.row
+        c = tl.load(at_w) if T.EVEN else tl.load(at_w, mask=mask, other=0)
+        xt = _tokens(x, t, at_k, M, K, T.EVEN)
+        if HOW.MODE == "tensor":
             scale = one
-        elif MODE == "row":
-            scale = tl.load(scales + at_k, mask=at_k < K, other=0.0)[:, None, :] if COLUMNS else by_row
+        elif HOW.MODE == "row":
+            scale = tl.load(W.scales + at_k, mask=at_k < K, other=0.0)[:, None, :] if T.COLUMNS else by_row
         elif WHOLE:  # a slice of the tile lies in one block
-            by_n, by_k = col // BY_N, (k0 + tl.arange(0, SLICES) * BLOCK_K) // BY_K
-            at = by_k * groups + by_n if COLUMNS else by_n * groups + by_k
-            inside = k0 + tl.arange(0, SLICES) * BLOCK_K < K
-            scale = tl.load(scales + at, mask=inside, other=0.0)[:, None, None]
+            by_n, by_k = col // BY_N, (k0 + slices) // BY_K
+            at = by_k * W.groups + by_n if T.COLUMNS else by_n * W.groups + by_k
+            scale = tl.load(W.scales + at, mask=k0 + slices < K, other=0.0)[:, None, None]
         else:
             by_n, by_k = (n // BY_N)[None, :, None], (at_k // BY_K)[:, None, :]
-            at = by_k * groups + by_n if COLUMNS else by_n * groups + by_k
-            scale = tl.load(scales + at, mask=mask, other=0.0)
-        w = byte_weights(c, scale, CODE, BY_BITS)
-        acc = _product(acc, w.to(x.dtype.element_ty), tl.permute(xt, (0, 2, 1)), SLICES, BLOCK_N, BLOCK_K, BLOCK_M)
-    return acc if SLICES == 1 else tl.sum(acc, axis=0)
+            at = by_k * W.groups + by_n if T.COLUMNS else by_n * W.groups + by_k
+            scale = tl.load(W.scales + at, mask=mask, other=0.0)
+        w = byte_weights(c, scale, HOW.CODE, HOW.BY_BITS)
+        acc = _product(acc, w.to(x.p.dtype.element_ty), tl.permute(xt, (0, 2, 1)), T)
+    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)

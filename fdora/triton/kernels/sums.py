@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -14,9 +15,8 @@ def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
     t = tl.arange(0, BLOCK_T)
     acc = tl.zeros(n.shape, tl.float32)
     for t0 in range(0, strips, BLOCK_T):
-        mask = (t0 + t < strips)[:, None] & (n < N)[None, :]
-        at = partial + (t0 + t)[:, None].to(tl.int64) * row + n[None, :]
-        acc += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
+        at = addresses(Matrix(partial, row, None), t0 + t, n)
+        acc += tl.sum(tl.load(at, mask=within(t0 + t, n, strips, N), other=0.0), axis=0)
     return acc
 
 
@@ -27,6 +27,6 @@ def sum_kernel(
     N, strips,
     SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, strips, BLOCK_T)
     tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)

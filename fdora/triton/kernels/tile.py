@@ -64,6 +64,13 @@ def row_at(columns, FLAT: tl.constexpr):
 
 
 @triton.jit
+def strip_at(N, BLOCK_N: tl.constexpr, FLAT: tl.constexpr):
+    """Of such a grid the columns that a program has, and its row."""
+    columns = tl.cdiv(N, BLOCK_N)
+    return column_at(columns, FLAT) * BLOCK_N + tl.arange(0, BLOCK_N), row_at(columns, FLAT)
+
+
+@triton.jit
 def tile_at(i, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of the i-th tile: row by row, or of GROUP rows of tiles column by column."""
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
@@ -100,13 +107,18 @@ def store(v, t, i, j, I, J):
 
 
 @triton.jit
+def halves(t):
+    """The first and the second half of the columns."""
+    return tl.split(tl.permute(tl.reshape(t, (t.shape[0], 2, t.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def low_rank(low, n, k, N, K, T: tl.constexpr):
     """B A at rows n and columns k in float32; zeros outside."""
     A, B, R, _, _ = low
     r = tl.arange(0, T.R)
     in_n, in_k = n < N, k < K
-    at_b = B.p + n[:, None].to(tl.int64) * B.row + r[None, :].to(tl.int64) * B.col
-    at_a = A.p + r[:, None].to(tl.int64) * A.row + k[None, :].to(tl.int64) * A.col
+    at_b, at_a = addresses(B, n, r), addresses(A, r, k)
     acc = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
     for r0 in range(0, R, T.R):
         if T.EVEN == 2:

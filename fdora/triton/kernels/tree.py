@@ -130,9 +130,8 @@ def _product(b, a, acc, SPLIT: tl.constexpr):
 @triton.jit
 def squares_of_item(
     t, L, i, partial,
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr,
-    UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
+    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
+    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns."""
@@ -185,10 +184,8 @@ def norms_kernel(
     differs,  # (L, WORDS) int32, or None
     partial,  # float32: (chunks of K, N) for each layer, one layer after the other
     L, first, count,  # the columns of the table that this launch is for
-    GUARDED: tl.constexpr,
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr,
-    UNIT_W: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
+    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
+    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr,
     AHEAD: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -198,7 +195,7 @@ def norms_kernel(
         gdc_wait()
     l = tl.arange(0, BLOCK_L)
     items = tl.load(table + F_ITEMS * L + first + l, mask=l < count, other=0).to(tl.int32)
-    if GUARDED:
+    if differs is not None:
         answers = differs + (first + l)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
         items = tl.where(tl.max(tl.load(answers, mask=(l < count)[:, None], other=0), axis=1) > 0, items, 0)
     ends = tl.cumsum(items, axis=0)
@@ -215,7 +212,7 @@ def norms_kernel(
 @triton.jit
 def roots_kernel(
     table, differs, partial, old, new,  # old, new: float32, each layer at its field c; new may be old
-    L, GUARDED: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    L, WORDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     """The root of each row's partial sums, added in their order; or the norm of before."""
     if PDL:
@@ -225,7 +222,7 @@ def roots_kernel(
     N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), CHUNK).to(tl.int32)
     at_partial, at_c = partial + tl.load(t + F_PARTIAL * L), tl.load(t + F_C * L)
     changed = layer >= 0
-    if GUARDED:
+    if differs is not None:
         changed = tl.max(tl.load(differs + layer * WORDS + tl.arange(0, WORDS)), axis=0) > 0
     for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)

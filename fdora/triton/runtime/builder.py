@@ -8,7 +8,7 @@ nothing, and reads nothing of the kernel ahead, before it waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.runtime.cost import Cost, cost_of, moved, product
-from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.layout import collapses, contiguous, is_operand, packed
 from fdora.triton.runtime.plan import Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
 
@@ -27,13 +27,18 @@ class Builder:
 
     def __init__(self, name: str, device: Device):
         self.name, self.device, self.path = name, device, ""
-        self.inputs: list[Like | None] = []
+        self.inputs: list[Any] = []  # of Like and None
         self.copies: list[int] = []
         self.scalars: list[str] = []
         self.results: list[Allocation] = []
         self.sizes: list[int] = []  # bytes of each temporary
         self.used: list[tuple[int, int]] = []  # its first and last step
         self.steps: list[Any] = []
+
+    @property
+    def pdl(self) -> bool:
+        """Whether kernels may start early."""
+        return self.device.supports_pdl
 
     # arguments: an Array each, None for what is not given
 
@@ -60,6 +65,10 @@ class Builder:
         whole = self._input(like, collapses(like.shape, like.stride))
         assert whole is not None
         return whole.flat()
+
+    def planes(self, like: Like) -> Any:
+        """(M, N) as tokens are, or (L, N, P) with no gaps."""
+        return self.flat(like) if len(like.shape) == 3 else self.tokens(like)
 
     def flat(self, like: Like | None) -> Any:
         """Whatever its shape, as (n,) with no gaps."""
@@ -88,8 +97,16 @@ class Builder:
         self.results.append(Allocation(name, shape, contiguous(shape), dtype))
         return Array(_RESULT + len(self.results) - 1, 0, shape, contiguous(shape), dtype, True)
 
-    def temp(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Array:
-        """In the workspace, for as long as steps use it."""
+    def wanted(self, names: Iterable[str], forms: Iterable[Any]) -> list[Any]:
+        """A result for each form, its shape and dtype; None for None."""
+        return [form and self.result(name, *form) for name, form in zip(names, forms, strict=True)]
+
+    def result_tokens(self, name: str, like: int, columns: int, dtype: torch.dtype) -> Array:
+        """With the leading axes of this argument, as (M, columns)."""
+        return self.result(name, (*self.inputs[like].shape[:-1], columns), dtype).flat()
+
+    def temp(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, stride: Sequence[int] | None = None) -> Array:
+        """In the workspace, for as long as steps use it. Most are sums."""
         shape = tuple(shape)
         stride = contiguous(shape) if stride is None else tuple(stride)
         extent = 1 + sum((n - 1) * d for n, d in zip(shape, stride, strict=True)) if prod(shape) else 0
@@ -102,8 +119,8 @@ class Builder:
     def launch(
         self,
         kernel: Any,
-        grid: Sequence[int],
-        given: Mapping[str, Any],
+        grid: Sequence[int] | str,
+        given: dict[str, Any],
         *records: Any,
         num_warps: int = 4,
         num_stages: int = 3,
@@ -111,28 +128,30 @@ class Builder:
         cost: Cost | None = None,
     ) -> None:
         """``given``: the kernel's parameters by name. What it lacks comes from the fields of ``records``, the first that has
-        it; strides are those of their tensors, and flags say which of them are there. A record of a tile brings its warps
-        and stages. ``cost`` only where the parameters do not tell it."""
-        if prod(grid) == 0:
-            return
-        names, others, strides, flags = _parameters(kernel)
+        it; strides are those of their tensors. A record of a tile brings its warps and stages. ``grid`` may be a name of
+        axes: "M N" has a program for each BLOCK_M of M and BLOCK_N of N, "MN" the same programs on one axis. ``cost`` only
+        where the parameters do not tell it."""
+        names, others, strides = _parameters(kernel)
         values: dict[str, Any] = {}
         for record in reversed(records):
-            values |= record._asdict()
+            values |= record if isinstance(record, dict) else record._asdict()
         num_warps, num_stages = values.get("num_warps", num_warps), values.get("num_stages", num_stages)
-        values = {name: value for name, value in values.items() if name in names} | {**given}
-        for name, (of, *axis) in strides.items():
-            if name not in given and not isinstance(values.get(of, 0), int):
-                values[name] = _stride(values[of], *axis)
-        for flag, of in flags.items():
-            values.setdefault(flag, values.get(of) is not None)
+        if isinstance(grid, str):
+            of = values | given
+            grid = [prod([cdiv(of[axis], of[f"BLOCK_{axis}"]) for axis in axes]) for axes in grid.split()]
+        if prod(grid) == 0:
+            return
+        values = {name: value for name, value in values.items() if name in names} | given
+        for name, (tensor, *axis) in strides.items():
+            if name not in given and not isinstance(values.get(tensor, 0), int):
+                values[name] = _stride(values[tensor], *axis)
         if "PDL" in names:
             values.setdefault("PDL", pdl)
         if values.keys() != names.keys():
             missing, unknown = names.keys() - values.keys(), values.keys() - names.keys()
             raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
         ordered = tuple([values[name] for name in names])
-        self._use(a.array if isinstance(a, Tile) else a for a in ordered)
+        self._use([a.array if isinstance(a, Tile) else a for a in ordered])
         cost = cost or cost_of(kernel.__name__, values)
         self.steps.append(Launch(kernel, tuple(grid), ordered[:others], ordered[others:], num_warps, num_stages, pdl, cost))
 
@@ -174,7 +193,7 @@ class Builder:
             tuple(self.results),
             tuple(zip(offsets, self.sizes, strict=True)),
             workspace,
-            tuple(slots.of_step(s) for s in self.steps),
+            tuple([slots.of_step(s) for s in self.steps]),
         )
 
 
@@ -184,13 +203,11 @@ def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
 
 
 class _Parameters(NamedTuple):
-    """Of a kernel: its names in order, how many are no constants, of each stride its tensor, its axis and how many axes have
-    one, and of each flag the parameter that it is about."""
+    """Of a kernel: its names in order, how many are no constants, and the tensor and the axis of each stride."""
 
     names: dict[str, None]
     others: int
     strides: dict[str, tuple[str, int, int]]
-    flags: dict[str, str]
 
 
 @cache
@@ -207,22 +224,7 @@ def _parameters(kernel: Any) -> _Parameters:
             of = max(tensors, key=len)
             strides[name] = (of, axes[of])
             axes[of] += 1
-    lower = {name.lower(): name for name in sorted(others)}  # of M and m the latter
-    flags = {name: lower[of] for name in names for of in _subjects(name) if of in lower}
-    return _Parameters(names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()}, flags)
-
-
-def _subjects(flag: str) -> tuple[str, ...]:
-    """What a flag may be about, the last that the kernel has: whether it is not None."""
-    verb, _, of = flag.lower().partition("_")
-    if flag in _FLAGS:
-        return (_FLAGS[flag],)
-    if not flag.isupper() or verb not in ("has", "store", "need"):
-        return ()
-    return (f"parts_{of}", f"partial_{of}", f"d{of}") if verb == "need" and not of.startswith("d") else (of,)
-
-
-_FLAGS = {"GUARDED": "old_hash", "SCALED": "scale_n", "SCALE": "m", "BY_G": "m", "DROP": "seed", "PADDED": "pad"}
+    return _Parameters(names, len(others), {name: (of, i, axes[of]) for name, (of, i) in strides.items()})
 
 
 def _stride(t: Any, axis: int, axes: int) -> int | None:
@@ -243,13 +245,13 @@ class _Slots(NamedTuple):
     def of(self, a: Any) -> Any:
         if isinstance(a, Tile):
             return Tile(self.of(a.array), a.block)
-        if not isinstance(a, Array) or a.slot < _RESULT:
+        if a.slot < _RESULT:
             return a
         return replace(a, slot=self.workspace if a.slot == _WORKSPACE else a.slot - _RESULT + self.first_result)
 
     def of_step(self, step: Any) -> Any:
         if isinstance(step, Launch):
-            return step._replace(args=tuple(map(self.of, step.args)))
+            return step._replace(args=tuple([self.of(a) if isinstance(a, (Array, Tile)) else a for a in step.args]))
         if isinstance(step, Product):
             return step._replace(out=self.of(step.out), a=self.of(step.a), b=self.of(step.b))
         return Fill(self.of(step.out))

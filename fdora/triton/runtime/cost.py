@@ -25,7 +25,7 @@ class Cost(NamedTuple):
         return self.flops8 + self.flops16 + self.flops32
 
     def __add__(self, other: Any) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+        return Cost(*[a + b for a, b in zip(self, other, strict=True)])
 
 
 def product(M: int, N: int, K: int, operand: Any) -> Cost:
@@ -37,7 +37,12 @@ def product(M: int, N: int, K: int, operand: Any) -> Cost:
 
 
 def moved(*arrays: Any) -> Cost:
-    return Cost(bytes=float(sum(matrix(a).nbytes for a in arrays if a is not None)))
+    return Cost(bytes=float(sum([matrix(a).nbytes for a in arrays if a is not None])))
+
+
+def given(*arguments: Any) -> int:
+    """How many of these there are, of numbers those other than 0."""
+    return sum(bool(a) if isinstance(a, int) else a is not None for a in arguments)
 
 
 def matrix(a: Any) -> Any:
@@ -52,7 +57,7 @@ def rows_of(t: Any, count: int, columns: int) -> Cost:
 
 def decoded(a: Any) -> Cost:
     """Of the columns that are decoded the codes with their scales."""
-    stored = moved(a.codes, a.scales, getattr(a, "scales2", None)).bytes
+    stored = moved(a.codes, a.scales, a.scales2).bytes
     return Cost(bytes=stored * (a.last - a.first) / max(1, a.K))
 
 
@@ -70,19 +75,19 @@ def looked_up(a: Any) -> Cost:
 
 
 def embedding_bwd(a: Any) -> Cost:
-    return product(a.T, a.D, a.R * (a.NEED_A + a.NEED_Y), a.dy) + rows_of(a.W, a.T if a.NEED_M else 0, a.D)
+    return product(a.T, a.D, a.R * given(a.partial_A, a.partial_Y), a.dy) + rows_of(a.W, a.T * given(a.partial_m), a.D)
 
 
 def norm_pass(a: Any) -> Cost:
-    return product(a.N, a.K, a.R * (a.NEED_A + a.NEED_B), a.W) + norm_grams(a)
+    return product(a.N, a.K, a.R * given(a.parts_A, a.parts_B), a.W) + norm_grams(a)
 
 
 def norm_grams(a: Any) -> Cost:
-    return product(a.R, a.R, a.NEED_A * a.N + a.NEED_B * a.K, a.A)
+    return product(a.R, a.R, given(a.parts_A) * a.N + given(a.parts_B) * a.K, a.A)
 
 
 class Work(NamedTuple):
-    """What a kernel does. ``moves`` are the arguments that it reads or writes whole, ``t?FLAG`` only where the flag is set;
+    """What a kernel does. ``moves`` are the arguments that it reads or writes whole, ``t?other`` only where the other is given;
     an ``out`` that it adds to is read too. ``more`` gives the cost of its products from all arguments."""
 
     moves: str
@@ -96,8 +101,8 @@ GEMM = Work(
 MULTI_GEMM = Work("x w h b out pre_scale g", lambda a: product(a.M, a.N, a.K + a.R, a.x))
 QUANT = Work("codes scales scales2 A B partial dense", low_rank)
 BANK_NORM = Work("W A B partial", lambda a: product(a.N, a.K, a.R * a.G, a.A))
-COMPOSE_FWD, COMPOSE_BWD = Work("base lora y"), Work("dy base?NEED_G lora?NEED_G dbase dlora partial_g partial_bias")
-DECODE, LOST, FP8_ROWS = Work("out", decoded), Work("m c"), Work("x out scale")  # of lost rows there are few, if any
+COMPOSE_FWD, COMPOSE_BWD = Work("base lora y"), Work("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
+FP8_ROWS = Work("x out scale")
 COSTS = {
     "act_bwd_kernel": Work("da gate up dgate dup"),
     "act_fwd_kernel": Work("gate up a"),
@@ -114,8 +119,7 @@ COSTS = {
     "compose_bwd_kernel": COMPOSE_BWD,
     "compose_fwd_kernel": COMPOSE_FWD,
     "copy_kernel": Work("src0 src1 src2 src3 out"),
-    "dequantize4_kernel": DECODE,
-    "dequantize8_kernel": DECODE,
+    "dequantize_kernel": Work("out", decoded),
     "drop_kernel": Work("x out"),
     "embedding_bwd_kernel": Work("dy ids h b partial_A partial_Y partial_m", embedding_bwd),
     "embedding_finish_kernel": Work("partial_Y partial_m B dB"),
@@ -138,8 +142,7 @@ COSTS = {
     "gemm_pointer_kernel": GEMM,
     "gemm_tma_kernel": GEMM,
     "hash_kernel": Work("A B out"),
-    "lost4_kernel": LOST,
-    "lost8_kernel": LOST,
+    "lost_kernel": Work("m c"),  # of lost rows there are few, if any
     "merge_kernel": Work("W A B out", low_rank),
     "multi_drop_kernel": Work("x out"),
     "multi_epilogue_kernel": Work("v h b out pre_scale g", lambda a: product(a.M, a.N, a.R, a.h)),
@@ -163,14 +166,14 @@ COSTS = {
     "multi_sum_kernel": Work("partial out"),
     "norm_add_kernel": Work(
         "parts_A parts_B gram_A gram_B A B onto_A onto_B dA dB",
-        lambda a: product(a.R, a.NEED_A * a.K + a.NEED_B * a.N, a.R, a.A),
+        lambda a: product(a.R, given(a.parts_A) * a.K + given(a.parts_B) * a.N, a.R, a.A),
     ),
     "norm_bwd_finish_kernel": Work(
         "parts G onto out",
         lambda a: product(a.R, a.K if a.OF_A else a.N, a.R, a.A) + moved(a.A if a.OF_A else a.B),
     ),
     "norm_grams_add_kernel": Work("parts_A parts_B gram_A gram_B"),
-    "norm_grams_kernel": Work("dz A?NEED_B B?NEED_A parts_A parts_B", norm_grams),
+    "norm_grams_kernel": Work("dz A?parts_B B?parts_A parts_A parts_B", norm_grams),
     "norm_kernel": Work("W A B partial", low_rank),
     "norm_pass_kernel": Work("W A B parts_A parts_B gram_A gram_B", norm_pass),
     "norm_products_kernel": Work(
@@ -178,17 +181,16 @@ COSTS = {
         lambda a: product(a.R, a.K, a.N + a.R, a.a) + product(a.N, a.R, a.K + a.R, a.a),
     ),
     "norm_terms_kernel": Work("B out"),
-    "norm_tokens_kernel": Work("B?NEED_A dz out"),
+    "norm_tokens_kernel": Work("B?dz dz out"),
     "planes_bwd_kernel": COMPOSE_BWD,
     "planes_fwd_kernel": COMPOSE_FWD,
-    "quant4_kernel": QUANT,
     "quant4_strips_kernel": QUANT,
-    "quant8_kernel": QUANT,
+    "quant_kernel": QUANT,
     "rest_kernel": Work("base h b out pre_scale", lambda a: product(a.M, a.N, a.R, a.base)),
     "rows_kernel": Work("x out"),
     "scale_kernel": Work(
         "dy dz dz_minus_dy partial_m partial_bias partial_B h?BLOCK_R dB?SINGLE",
-        lambda a: product(a.M, a.N, a.R if a.BLOCK_R else 0, a.dy) + moved(a.saved if a.NEED_M or a.NEED_C else None),
+        lambda a: product(a.M, a.N, a.R if a.BLOCK_R else 0, a.dy) + moved(a.saved if given(a.dm, a.dc) else None),
     ),
     "segment_scan_kernel": Work("partial_A key order sums"),
     "segment_total_kernel": Work("sums sums key"),
@@ -210,8 +212,8 @@ def cost_of(kernel: str, args: Mapping[str, Any]) -> Cost:
     """The cost of a launch, by the name of its kernel and its arguments by name."""
     (moves, more), wanted = COSTS[kernel], []
     for each in moves.split():
-        name, _, flag = each.partition("?")
-        if not flag or args[flag]:
+        name, _, other = each.partition("?")
+        if not other or given(args[other]):
             wanted.append(args.get(name))
     if args.get("ACCUMULATE"):
         wanted.append(args["out"])

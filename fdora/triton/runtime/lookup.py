@@ -7,6 +7,25 @@ import struct
 from fdora.quant import TABLES
 
 
+def _block(lines: list[str]) -> str:
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _words(rows: list[bytes], plane: int) -> list[str]:
+    """One byte of each of 16 entries, four to a word."""
+    return ["0x" + bytes(row[plane] for row in rows[i : i + 4])[::-1].hex() for i in (0, 4, 8, 12)]
+
+
+def _shuffles(codes: str, held: str) -> list[str]:
+    """What the nibbles of these codes stand for, from the lanes that hold it: $0 to $3 the low ones, $4 to $7 the high ones."""
+    lines = []
+    for i in range(8):
+        lines += [f"shr.b32 code, {codes}, {4 * i};"] * (i > 0)
+        source = codes if i == 0 else "code"
+        lines.append(f"shfl.sync.idx.b32 ${i // 2 + 4 * (i % 2)}, {held}, {source}, 0x100f, 0xffffffff;")
+    return lines
+
+
 def lookup(table: tuple[float, ...]) -> str:
     """PTX: eight nibbles of $8 as float32. $0 to $3 are the low nibbles of its four bytes, $4 to $7 the high ones.
 
@@ -23,7 +42,7 @@ def lookup(table: tuple[float, ...]) -> str:
     for half in (0, 1):  # the lower two bytes of $8, the upper two
         lines += [f"shr.b32 codes, code, {16 * half};", f"shr.b32 picks, pick, {16 * half};"]
         for p in planes:
-            words = ["0x" + bytes(row[p] for row in rows[i : i + 4])[::-1].hex() for i in (0, 4, 8, 12)]
+            words = _words(rows, p)
             lines += [
                 f"prmt.b32 neg, {words[0]}, {words[1]}, codes;",
                 f"prmt.b32 pos, {words[2]}, {words[3]}, codes;",
@@ -36,7 +55,7 @@ def lookup(table: tuple[float, ...]) -> str:
             else:
                 lines.append(f"prmt.b32 lo, p0, p1, {two};")
                 lines += [f"prmt.b32 ${byte}, lo, hi, 0x5410;", f"prmt.b32 ${4 + byte}, lo, hi, 0x7632;"]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block(lines)
 
 
 PTX = {name: lookup(table) for name, table in TABLES.items()}
@@ -54,25 +73,20 @@ def lane_value(table: tuple[float, ...]) -> str:
         "setp.ne.u32 upper, lane, 0;",
     ]
     for p in range(4):
-        words = ["0x" + bytes(row[p] for row in rows[i : i + 4])[::-1].hex() for i in (0, 4, 8, 12)]
+        words = _words(rows, p)
         lines += [
             f"selp.b32 first, {words[2]}, {words[0]}, upper;",
             f"selp.b32 second, {words[3]}, {words[1]}, upper;",
             f"prmt.b32 p{p}, first, second, code;",
         ]
     lines += ["prmt.b32 lo, p0, p1, 0x5140;", "prmt.b32 hi, p2, p3, 0x5140;", "prmt.b32 $0, lo, hi, 0x5410;"]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block(lines)
 
 
 def shuffled() -> str:
     """PTX: what ``lookup`` gives, where $9 holds what ``lane_value`` does. A shuffle reads the lower four bits of its index:
     a lane takes the entry from that lane of its half of the warp."""
-    lines = [".reg .b32 code;"]
-    for i in range(8):
-        source = "$8" if i == 0 else "code"
-        lines += [f"shr.b32 code, $8, {4 * i};"] * (i > 0)
-        lines.append(f"shfl.sync.idx.b32 ${i // 2 + 4 * (i % 2)}, $9, {source}, 0x100f, 0xffffffff;")
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block([".reg .b32 code;", *_shuffles("$8", "$9")])
 
 
 def of_words() -> str:
@@ -84,11 +98,7 @@ def of_words() -> str:
         "prmt.b32 four, $10, $11, $12;",
         "prmt.b32 four, two, four, 0x5410;",
     ]
-    for i in range(8):
-        source = "four" if i == 0 else "code"
-        lines += [f"shr.b32 code, four, {4 * i};"] * (i > 0)
-        lines.append(f"shfl.sync.idx.b32 ${i // 2 + 4 * (i % 2)}, $16, {source}, 0x100f, 0xffffffff;")
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block([*lines, *_shuffles("four", "$16")])
 
 
 LANE_VALUE = {name: lane_value(table) for name, table in TABLES.items()}
@@ -106,7 +116,7 @@ def scaled(table: tuple[float, ...], half: str) -> str:
         lines += [
             f"prmt.b32 ${i + at}, pair{2 * i}, pair{2 * i + 1}, {bytes_};" for at, bytes_ in ((0, "0x6420"), (4, "0x7531"))
         ]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block(lines)
 
 
 def picked(high_first: bool) -> str:
@@ -128,7 +138,7 @@ def picked(high_first: bool) -> str:
         for byte, two in ((0, "0x4051" if high_first else "0x5140"), (1, "0x6273" if high_first else "0x7362")):
             first = 4 * half + 2 * byte
             lines += [f"prmt.b32 pair, lo, hi, {two};", f"mov.b32 {{${first}, ${first + 1}}}, pair;"]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _block(lines)
 
 
 SCALED = {half: {name: scaled(table, half) for name, table in TABLES.items()} for half in ("bf16", "f16")}

@@ -1,14 +1,13 @@
-/* follow(layers, quiet, alone), unchanged(tensors, references, versions, i) and operands(x, found, norms, references, s, versions, c);
+/* follow(layers, names, alone), unchanged(tensors, references, versions, i) and operands(x, found, norms, references, s, versions, c);
    see fdora/_plain.py, whose twins these are. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-enum { MODULES, PARAMETERS, VARIANTS, ACTIVE, ROUTE, VERSION, SHARED, KEPT, NORMS, PLACE, NAMES };
+enum { MODULES, PARAMETERS, ROUTE, VERSION, SHARED, KEPT, NORMS, PLACE, NAMES };
 static PyObject *names[NAMES]; /* interned at the first call */
 
 static int intern(void) {
-    static const char *const text[] = {"_modules", "_parameters", "lora_variant", "_active_adapter", "route",
-                                       "_version", "shared", "kept", "norms", "place"};
+    static const char *const text[] = {"_modules", "_parameters", "route", "_version", "shared", "kept", "norms", "place"};
     for (int i = 0; i < NAMES; i++)
         if (!names[i] && !(names[i] = PyUnicode_InternFromString(text[i]))) return 0;
     return 1;
@@ -55,13 +54,15 @@ static int read_entry(PyObject *module, PyObject *entry, PyObject *quiet, PyObje
     return plain;
 }
 
-/* (variant, s, its parameters) of one layer, a new reference; NULL where it is another than its route says. */
-static PyObject *follow_one(PyObject *layer, PyObject *quiet, int alone) {
+/* (variant, s, its parameters) of one layer, a new reference; NULL where it is another than its route says. ``framework``: the names
+   of its attributes (variants, active adapter, and those that must be quiet). */
+static PyObject *follow_one(PyObject *layer, PyObject *framework, int alone) {
+    PyObject *variants = PyTuple_GET_ITEM(framework, 0), *named = PyTuple_GET_ITEM(framework, 1), *quiet = PyTuple_GET_ITEM(framework, 2);
     PyObject *dict = PyObject_GenericGetDict(layer, NULL), *found = NULL;
     if (!dict) return NULL;
-    PyObject *active = PyDict_GetItemWithError(dict, names[ACTIVE]);
+    PyObject *active = PyDict_GetItemWithError(dict, named);
     if (active && PyList_CheckExact(active) && PyList_GET_SIZE(active) == 1) active = PyList_GET_ITEM(active, 0);
-    PyObject *variant = active && PyUnicode_CheckExact(active) ? entry_of(PyDict_GetItemWithError(dict, names[VARIANTS]), active) : NULL;
+    PyObject *variant = active && PyUnicode_CheckExact(active) ? entry_of(PyDict_GetItemWithError(dict, variants), active) : NULL;
     PyObject *inside = variant ? PyObject_GenericGetDict(variant, NULL) : NULL;
     PyObject *route = inside ? PyDict_GetItemWithError(inside, names[ROUTE]) : NULL, *shared;
     if (route && alone && (shared = PyDict_GetItemWithError(inside, names[SHARED])) && shared != Py_None) route = NULL;
@@ -86,8 +87,9 @@ static PyObject *follow_one(PyObject *layer, PyObject *quiet, int alone) {
 }
 
 static PyObject *follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !PyBool_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "follow wants a tuple of layers, one of attributes, and a bool");
+    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 3
+        || !PyTuple_Check(PyTuple_GET_ITEM(args[1], 2)) || !PyBool_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "follow wants a tuple of layers, the names of their attributes, and a bool");
         return NULL;
     }
     if (!intern()) return NULL;

@@ -61,18 +61,16 @@ class Array:
 
     def __getitem__(self, i: int) -> Array:
         """The i-th along the first axis."""
-        skipped = i * self.stride[0]
-        aligned = self.aligned and skipped * self.itemsize % 16 == 0
-        return replace(self, offset=self.offset + skipped, shape=self.shape[1:], stride=self.stride[1:], aligned=aligned)
+        return replace(self.rows(i, i + 1), shape=self.shape[1:], stride=self.stride[1:])
 
-    def rows(self, begin: int, end: int) -> Array:
-        end = min(end, self.shape[0])
-        skipped = begin * self.stride[0]
+    def rows(self, begin: int, end: int, axis: int = 0) -> Array:
+        skipped, shape = begin * self.stride[axis], [*self.shape]
+        shape[axis] = min(end, shape[axis]) - begin
         aligned = self.aligned and skipped * self.itemsize % 16 == 0
-        return replace(self, offset=self.offset + skipped, shape=(end - begin, *self.shape[1:]), aligned=aligned)
+        return replace(self, offset=self.offset + skipped, shape=tuple(shape), aligned=aligned)
 
     def columns(self, begin: int, end: int) -> Array:
-        return self.T.rows(begin, end).T
+        return self.rows(begin, end, 1)
 
     def flat(self) -> Array:
         """(..., K) as (M, K); the builder made sure that the leading axes lie one after the other."""

@@ -75,9 +75,6 @@ def look_into(built: Any) -> Compiled | None:
         return None
 
 
-_SIZES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "f32": 4}
-
-
 def _sizes(types: tuple[str, ...]) -> list[int] | None:
     """Bytes of each parameter as Triton's launcher passes them: a descriptor is a map, two int32 and two int64."""
     out: list[int] = []
@@ -90,8 +87,8 @@ def _sizes(types: tuple[str, ...]) -> list[int] | None:
             out += [128, 4, 4, 8, 8]
         elif kind[0] == "*":
             out.append(8)
-        elif kind in _SIZES:
-            out.append(_SIZES[kind])
+        elif kind in _PACK:
+            out.append(struct.calcsize(_PACK[kind]))
         else:
             return None
     return out

@@ -17,6 +17,7 @@ from fdora.triton.tiles import measured
 
 T = TypeVar("T")
 MAX_N, MIN_K = 128, 64  # the tallest and the narrowest tile of any norm
+GROUP = 8  # rows of tiles that run together, so that their slabs of A and B meet in L2
 
 
 def power_of_two(n: int) -> int:
@@ -38,6 +39,7 @@ class NormConfig(NamedTuple):
     AHEAD: int = 0
     SPAN: int = 0
     PROGRAMS: int = 2
+    GROUP: int = GROUP
 
 
 def norm_config(

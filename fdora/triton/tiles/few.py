@@ -20,7 +20,7 @@ from typing import NamedTuple
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.tiles import measured
 from fdora.triton.tiles.configs import power_of_two, small_config
-from fdora.triton.tiles.product import product_way
+from fdora.triton.tiles.product import Ask, product_way
 from fdora.triton.tiles.waves import Gpu, gpu_of
 
 LIMIT = 64  # tokens; above, no narrow tile was written
@@ -58,7 +58,7 @@ def takes_narrow_tiles(M: int, N: int, K: int, r: int, trans_b: bool, tma: bool,
     """(M, K) times (K, N). ``trans_b``: the columns of W are contiguous (forward)."""
     if M > LIMIT or not N * K or not 90 <= capability < 100:  # other GPUs have other narrow tiles, which nobody has timed
         return M <= LIMIT
-    way = product_way(M, N, K, r, trans_b, False, tma, capability, num_sms)
+    way = product_way(Ask(M, N, K, r, trans_b, False, tma, capability, num_sms))
     narrow = narrow_us(M, N, K, r, trans_b, NARROW, gpu_of(capability, num_sms), capability)
     return narrow <= way.us + beside_us(N, K, r, trans_b, BESIDE)
 

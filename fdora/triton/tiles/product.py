@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fdora.triton.tiles import measured
 from fdora.triton.tiles.configs import GemmConfig
-from fdora.triton.tiles.waves import CublasFit, Fit, Gpu, PassFit, Tile, after_us, fused_us, gpu_of
+from fdora.triton.tiles.waves import CublasFit, Fit, PassFit, Tile, after_us, fused_us, gpu_of
 
 SIDES = {trans_b: measured("products")[side] for trans_b, side in ((True, "forward"), (False, "backward"))}
 
@@ -34,6 +34,21 @@ SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
 
 
+class Ask(NamedTuple):
+    """A product (M, K) (K, N) with (M, r) (r, N) beside it, and a GPU. ``trans_b``: the columns of W are contiguous (forward).
+    ``extra``: one more tile is read or written at the end. ``tma``: all operands lie as TMA wants them."""
+
+    M: int
+    N: int
+    K: int
+    r: int
+    trans_b: bool
+    extra: bool
+    tma: bool
+    capability: int
+    num_sms: int
+
+
 class Way(NamedTuple):
     """``kind``: "fused", "after" (a pass for the rest follows cuBLAS) or "first" (cuBLAS adds to the low-rank term)."""
 
@@ -43,59 +58,37 @@ class Way(NamedTuple):
 
 
 @lru_cache(4096)
-def product_way(M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int) -> Way:
-    """``trans_b``: the columns of W are contiguous (forward). ``extra``: one more tile is read or written at the end. ``tma``:
-    all operands lie as TMA wants them."""
-    gpu = gpu_of(capability, num_sms)
-    tile, us = _fused(M, N, K, r, trans_b, extra, tma, gpu, capability)
-    ways = [Way("fused", tile, us)]
-    for kind, fit in PASSES[trans_b].items():
-        ways.append(Way(kind, None, after_us(M, N, K, r, CUBLAS[trans_b], fit, gpu)))
+def product_way(of: Ask) -> Way:
+    ways, gpu = [Way("fused", *_fused(of))], gpu_of(of.capability, of.num_sms)
+    for kind, fit in PASSES[of.trans_b].items():
+        ways.append(Way(kind, None, after_us(*of[:4], CUBLAS[of.trans_b], fit, gpu)))
     return min(ways, key=lambda way: way.us)
 
 
 @lru_cache(4096)
-def fused_config(
-    M: int, N: int, K: int, r: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
-) -> GemmConfig:
+def fused_config(of: Ask) -> GemmConfig:
     """The fastest tile of one product with everything inside."""
-    return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability)[0]
+    return _fused(of)[0]
 
 
 @lru_cache(4096)
-def bank_config(
-    M: int, N: int, K: int, r: int, adapters: int, trans_b: bool, extra: bool, tma: bool, capability: int, num_sms: int
-) -> GemmConfig:
+def bank_config(of: Ask, adapters: int) -> GemmConfig:
     """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of
     32 adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03
     and 1.04."""
-    most = 128 if SHORT * adapters > M else 256
-    return _fused(M, N, K, r, trans_b, extra, tma, gpu_of(capability, num_sms), capability, most=most)[0]
+    return _fused(of, most=128 if SHORT * adapters > of.M else 256)[0]
 
 
 @lru_cache(4096)
-def grouped_config(
-    M: int, N: int, K: int, r: int, groups: int, trans_b: bool, tma: bool, capability: int, num_sms: int
-) -> GemmConfig:
+def grouped_config(of: Ask, groups: int) -> GemmConfig:
     """The same where each group of rows has a W of its own. A group ends in the middle of a tile, so each costs half of one
     more; the rows that leave at its end go by pointers, another tile in shared memory. Not fitted: the numbers are those of
     one W."""
-    return _fused(M, N, K, r, trans_b, True, tma, gpu_of(capability, num_sms), capability, groups)[0]
+    return _fused(of._replace(extra=True), groups)[0]
 
 
-def _fused(
-    M: int,
-    N: int,
-    K: int,
-    r: int,
-    trans_b: bool,
-    extra: bool,
-    tma: bool,
-    gpu: Gpu,
-    capability: int,
-    groups: int = 0,
-    most: int = 0,
-) -> tuple[GemmConfig, float]:
+def _fused(of: Ask, groups: int = 0, most: int = 0) -> tuple[GemmConfig, float]:
+    M, N, K, r, trans_b, extra, tma, capability, num_sms = of
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
     if most:
         found = {c: fit for c, fit in found.items() if most >= c.BLOCK_M and not _fills_registers(c)}
@@ -103,12 +96,10 @@ def _fused(
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
         found = inside or tiles(trans_b, extra, False, capability)
     adds = extra and not trans_b and not groups  # onto the dx of another layer
-    times = {
-        config: fused_us(
-            M + groups * config.BLOCK_M // 2, N, K, r, Tile(*config[1:4], together(config)), fit, gpu, groups, not adds
-        )
-        for config, fit in found.items()
-    }
+    gpu, times = gpu_of(capability, num_sms), {}
+    for config, fit in found.items():
+        rows, tile = M + groups * config.BLOCK_M // 2, Tile(*config[1:4], together(config))
+        times[config] = fused_us(rows, N, K, r, tile, fit, gpu, groups, not adds)
     return min(times.items(), key=lambda item: item[1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdora.triton.tiles.configs import power_of_two, span_of
+from fdora.triton.tiles.configs import GROUP, power_of_two, span_of
 
 
 class QuantConfig(NamedTuple):
@@ -18,6 +18,7 @@ class QuantConfig(NamedTuple):
     num_stages: int
     RUN: int = 0
     TMA: bool = False
+    GROUP: int = GROUP
 
 
 class StripConfig(NamedTuple):

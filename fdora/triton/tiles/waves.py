@@ -33,6 +33,7 @@ LEAST_K = 256  # of a part
 SLOW_COPY = 4.0  # us: rows of h and B that do not begin at 16 bytes are copied first
 ALONE = 0.2  # of a step: L2 and power are shared, so the fewer multiprocessors are at work, the faster each is
 DOUBT, DOUBTED = 1.05, range(65, 513)  # tokens: with fewer the model is as good as of any tile, and with more
+# Below ceilings are written out: each is asked for hundreds of times when a plan is made for a new number of tokens.
 FILLED = 1.7e-3  # us: 128 bytes of a row that TMA fills up take so much longer than those of one that it fetches
 
 
@@ -111,27 +112,27 @@ def cublas_us(M: int, N: int, K: int, fit: CublasFit, gpu: Gpu) -> float:
         reached = fit.most / (1 + fit.bytes_weigh * (1 / bm + 1 / bn))
         each = Fit(reached, fit.latency, fit.edge * bm * bn / 32768, 0, 1)
         for splits in SPLITS:
-            if splits > 1 and (splits * LEAST_K > K or (splits - 1) * cdiv(M, bm) * cdiv(N, bn) > 2 * gpu.num_sms):
+            if splits > 1 and (splits * LEAST_K > K or (splits - 1) * -(-M // bm) * -(-N // bn) > 2 * gpu.num_sms):
                 break
             added = fit.split + fit.part * splits * M * N / 1e6 if splits > 1 else 0.0
             products = _waves(M, N, Tile(bm, bn, 64, 1), K / (64 * splits), each, gpu, splits) + added
-            best = min(best, _joined(products, memory))
-    return fit.start + best
+            best = min(best, products)
+    return fit.start + _joined(best, memory)
 
 
 def _cublas_tiles(M: int, N: int, num_sms: int) -> Iterator[tuple[int, int]]:
     """Of rows those that leave few empty, and of columns beside them those that end with a wave."""
-    least = cdiv(M, SIDES[-1])
-    for bm in _sides(cdiv(M, strips) for strips in range(max(1, least), least + 4)):
-        strips = max(1, cdiv(M, bm))
-        for bn in _sides(cdiv(N, waves * num_sms // strips) for waves in range(1, 5) if waves * num_sms >= strips):
+    least = -(-M // SIDES[-1])
+    for bm in _sides([-(-M // strips) for strips in range(max(1, least), least + 4)]):
+        strips = max(1, -(-M // bm))
+        for bn in _sides([-(-N // (waves * num_sms // strips)) for waves in range(1, 5) if waves * num_sms >= strips]):
             if bm * bn <= LARGEST:
                 yield bm, bn
 
 
 def _sides(wanted: Iterable[int]) -> set[int]:
-    eights = {8 * cdiv(side, 8) for side in wanted}
-    return {*SIDES, *(side for side in eights if SIDES[0] <= side <= SIDES[-1])}
+    eights = {8 * -(-side // 8) for side in wanted}
+    return {*SIDES, *[side for side in eights if SIDES[0] <= side <= SIDES[-1]]}
 
 
 def after_us(M: int, N: int, K: int, r: int, cublas: CublasFit, fit: PassFit, gpu: Gpu) -> float:
@@ -148,9 +149,9 @@ def pass_us(M: int, N: int, r: int, fit: PassFit, gpu: Gpu) -> float:
 
 def _waves(M: int, N: int, tile: Tile, steps: float, fit: Fit, gpu: Gpu, splits: int = 1, filled: float = 0.0) -> float:
     bm, bn, bk, together = tile
-    tiles = cdiv(M, bm) * cdiv(N, bn) * splits
-    share = cdiv(tiles, gpu.num_sms)
-    waves = cdiv(share, together)
+    tiles = -(-M // bm) * -(-N // bn) * splits
+    share = -(-tiles // gpu.num_sms)
+    waves = -(-share // together)
     idle = 1 - tiles / max(1, share * gpu.num_sms) if share <= 2 else 0.0
     step = 2 * bm * bn * bk / (gpu.flops * fit.reached) * (1 - ALONE * idle) + filled
     return max(share * steps * step, waves * steps * fit.latency) + waves * fit.edge
