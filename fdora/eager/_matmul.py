@@ -30,6 +30,19 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def times_g(dy: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """g dy of dy in acc_dtype, rounded once.
+
+    float16 cannot hold the g = m / eps of a row without weights: g dy would be inf, and inf times the zeros of W and B would be
+    NaN in dx and dA of every row. There a finite dy gives the largest number. Any other overflow stays: loss scaling sees it.
+    """
+    dz = dy * g
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        dz = torch.where((g.abs() > most) & (dy.abs() <= most), dz.clamp(-most, most), dz)
+    return cast(dz, dtype)
+
+
 def is_real(t: Tensor) -> bool:
     """Whether ``t`` has values Python may read: not on meta, not traced by a compiler, not wrapped by torch.func."""
     if torch.compiler.is_compiling() or t.is_meta:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fdora.eager._matmul import acc_dtype, cast
+from fdora.eager._matmul import acc_dtype, cast, times_g
 
 
 def compose_fwd(base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, s: float, delta: bool) -> Tensor:
@@ -33,8 +33,8 @@ def compose_bwd(
     wide = dy.to(acc)
     if base.dim() == 3:
         g = g[:, None]
-    dbase = cast(wide * (g - 1 if delta else g), base.dtype) if needs[0] else None
-    dlora = cast(wide * (s * g), lora.dtype) if needs[1] else None
+    dbase = times_g(wide, g - 1 if delta else g, base.dtype) if needs[0] else None
+    dlora = times_g(wide, s * g, lora.dtype) if needs[1] else None
     dg = (wide * (base.to(acc) + s * lora.to(acc))).sum(0) if needs[2] else None
     dbias = wide.sum(0) if needs[3] else None
     if base.dim() == 3:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fdora._records import Lookup, Needs, eps
-from fdora.eager._matmul import acc_dtype, cast, matmul
+from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
 from fdora.eager.linear import own, scaled
 from fdora.eager.norm import scale
 from fdora.eager.segment import segment_sum, sums_by_number
@@ -44,7 +44,7 @@ def embedding_bwd(
         wide = torch.where((flat == how.padding_idx)[:, None], 0, wide)
     u = _rows(flat, W, A, B, how) if needs.m or needs.c or (how.per_row and c is None) else None
     g, floored = _scale(flat, u, m, c, how)
-    dz = cast(wide * g, t)
+    dz = times_g(wide, g, t)
     dA = dB = dm = dc = None
     if needs.A:
         dA = _by_row(matmul(dz, scaled(B, how.s, t)), flat, V, how, A.dtype)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from fdora._records import Bound, Dropout, Grads, Needs, Operands, Options, Saved, drowned, eps, layers_in
 from fdora._torch import unsafe_view
-from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul
+from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul, times_g
 from fdora.eager.dropout import drop
 from fdora.eager.norm import scale
 
@@ -180,8 +180,7 @@ def linear_bwd(
     t, acc = x.dtype, acc_dtype(x.dtype)
     g = scale(m, c)
     wide = dy.to(acc)
-    wide_dz = wide * g
-    dz = wide_dz.to(t)
+    dz = times_g(wide, g, t)
     dx, dA, dB, dm, dc = accumulate_into, None, None, None, None
 
     dh = dz @ scaled(B, s, t) if need_x or needs.A else None
@@ -190,7 +189,7 @@ def linear_bwd(
         w = W.to(t)
         through_A = drop(matmul(dh, A.to(t)), seed, dropout.p)
         if seed is not None and dropout.mode == "peft":
-            part = matmul(dy, w) + drop(matmul((wide_dz - wide).to(t), w), seed, dropout.p) + through_A
+            part = matmul(dy, w) + drop(matmul(times_g(wide, g - 1, t), w), seed, dropout.p) + through_A
         else:
             part = matmul(dz, w) + through_A
         dx = _plus(accumulate_into, part, t)

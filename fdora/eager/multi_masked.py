@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fdora._records import Bank, BankNeeds
-from fdora.eager._matmul import acc_dtype, cast, matmul
+from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
 from fdora.eager.dropout import drop
 from fdora.eager.linear import magnitude_grads, scaled
 from fdora.eager.norm import scale
@@ -77,7 +77,7 @@ def backward(
     who = adapter_of(bank.offsets, x.shape[0])
     xd = _drop(x, bank, who)
     wide, g_t = dy.to(acc), _g(bank, who)
-    dz = dy if g_t is None else (wide * g_t).to(t)
+    dz = dy if g_t is None else times_g(wide, g_t, t)
     low, dAs, dBs, dgs = torch.zeros_like(x, dtype=acc), [], [], []
     # y alone is kept by a forward that could look at its values: from it not every column is read back, so form it again.
     products = wide * (_before_g(x, h, bank, who) if len(kept) == 1 else kept[0].to(acc)) if kept else None

@@ -5,8 +5,17 @@ import itertools
 import torch
 
 from fdora.eager.dropout import drop
-from fdora.functional import dora_linear
-from tests import reference
+from fdora.functional import (
+    DoraLayer,
+    dora_compose,
+    dora_embedding,
+    dora_linear,
+    dora_linear_group,
+    dora_linear_multi,
+    dora_norm,
+    dora_scale,
+)
+from tests import device, reference
 from tests.close import rel_l2, rms
 from tests.make import grads, tensors, tracked
 
@@ -127,6 +136,45 @@ def zero_and_nan_rows_stay_in_their_row():
     assert y.isnan().any(0).nonzero().flatten().tolist() == [5]
 
 
+def an_empty_row_of_float16_touches_no_other(backend="auto"):
+    """W = 0 and B = 0 in a row whose m is not 0: g = m / eps is beyond float16, and all but that row is as with m = 0."""
+    how = {"s": 0.7, "backend": backend}
+    calls = {mode: lambda t, mode=mode: call(t, mode, backend=backend) for mode in DROPOUT}
+    calls["group"] = lambda t: dora_linear_group(t["x"], [DoraLayer(*(t[n] for n in "WABm"), 0.7)] * 2, backend=backend)[1]
+    calls["multi"] = lambda t: dora_linear_multi(
+        *(t["x"], t["W"], t["A"][None], t["B"][None], t["m"][None]),
+        **(how | {"s": [0.7]}),
+        offsets=torch.tensor([len(t["x"])], device=device.NAME, dtype=torch.int32),
+    )
+    calls["compose"] = lambda t: dora_compose(
+        *(t["x"] @ t["W"].T, t["x"] @ t["A"].T @ t["B"].T, dora_scale(t["m"], dora_norm(t["W"], t["A"], t["B"], s=0.7))), **how
+    )
+    calls["embedding"] = lambda t: dora_embedding(
+        *(torch.arange(40, device=device.NAME), t["W"].T.contiguous(), t["A"], t["B"], t["m"]), **how
+    )
+    for (name, function), M in itertools.product(calls.items(), (5, 90)):
+        found, names = [], ("A", "B", "m") if name == "embedding" else ("x", "A", "B", "m")
+        for m in (0.0, 1.0):
+            t = tensors(24, 40, 8, (M,), torch.float16, torch.float16)
+            t["W"][7] = t["B"][7] = 0
+            t["m"][7] = m
+            t = tracked(t, *names)
+            y = function(t)
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+            found.append(grads(y, dy, **{n: t[n] for n in names}))
+        for n in names:
+            rows = torch.arange(len(t[n])) != (7 if n in ("B", "m") else -1)
+            assert torch.equal(found[0][n][rows], found[1][n][rows]), (name, M, n)
+
+
+def float16_that_overflows_is_seen():
+    """By loss scaling: where g is an ordinary one, dz is inf, and so are the gradients that it reaches."""
+    t = tracked(tensors(24, 40, 8, (5,), torch.float16, torch.float16), "x", "A")
+    t["m"][3] = 100.0
+    found = grads(call(t), torch.full((5, 24), 1e4, dtype=torch.float16, device=device.NAME), x=t["x"], A=t["A"])
+    assert not any(d.isfinite().any() for d in found.values())
+
+
 CHECKS = [
     is_at_the_rounding_floor,
     float32_adapters_keep_float32_gradients,
@@ -135,4 +183,6 @@ CHECKS = [
     an_infinite_bias_keeps_dm,
     fp16_magnitudes_that_underflow_keep_dm,
     zero_and_nan_rows_stay_in_their_row,
+    an_empty_row_of_float16_touches_no_other,
+    float16_that_overflows_is_seen,
 ]

@@ -8,6 +8,7 @@ import torch
 from fdora.functional import dora_linear, dora_norm
 from fdora.triton import gemm
 from tests import device
+from tests.checks.linear import an_empty_row_of_float16_touches_no_other
 from tests.close import assert_within
 from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels
@@ -47,6 +48,10 @@ def test_every_subset_of_gradients():
     for names in (("x",), ("A",), ("B",), ("m",), ("A", "B"), ("x", "m")):
         part = forward_and_back(t, names=names, norm=c)
         assert all(torch.equal(v, whole[n]) for n, v in part.items()), names
+
+
+def test_an_empty_row_of_float16_touches_no_other():
+    an_empty_row_of_float16_touches_no_other("triton")
 
 
 def test_the_mask_is_the_eager_mask():

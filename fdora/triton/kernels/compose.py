@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.g import times_g
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
 
@@ -27,9 +28,9 @@ def _backward(
         i, j = (along, own) if AXIS == 1 else (own, along)
         d = loaded(dy, i, j, I, J).to(tl.float32)
         if dbase.p is not None:
-            store(d * (gn - 1 if DELTA else gn), dbase, i, j, I, J)
+            store(times_g(d, gn - 1 if DELTA else gn, dbase.p.dtype.element_ty), dbase, i, j, I, J)
         if dlora.p is not None:
-            store(d * (s * gn), dlora, i, j, I, J)
+            store(times_g(d, s * gn, dlora.p.dtype.element_ty), dlora, i, j, I, J)
         if partial_g is not None:
             u, v = loaded(base, i, j, I, J).to(tl.float32), loaded(lora, i, j, I, J).to(tl.float32)
             sum_g += tl.sum(d * (u + s * v), axis=1 - AXIS)

@@ -1,4 +1,4 @@
-"""g = m / max(c, EPS) of a tile's columns."""
+"""g = m / max(c, EPS) of a tile's columns, and dz = g dy."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def g_tile(m, c, n, N):
 def g_of(m, cn, n, N):
     """The same, of the norms cn of these columns."""
     return tl.div_rn(tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn))
+
+
+@triton.jit
+def times_g(d, g, dtype: tl.constexpr):
+    """g d of a float32 d, rounded. float16: as fdora/eager/_matmul.py has it, a finite d stays finite where g does not fit."""
+    z = d * g
+    if dtype == tl.float16:
+        near = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
+        z = tl.where((tl.abs(g) > 65504.0) & (tl.abs(d) <= 65504.0), near, z)
+    return z.to(dtype)

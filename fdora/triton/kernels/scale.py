@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import EPS, g_tile
+from fdora.triton.kernels.g import EPS, g_tile, times_g
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
@@ -84,11 +84,11 @@ def scaled(
         if BLOCK_R > 0:
             ht = loaded(h, t, r, M, R)
         if dz is not None or BLOCK_R > 0:
-            z = (d if g is None else d * g).to(dy.p.dtype.element_ty)
+            z = d.to(dy.p.dtype.element_ty) if g is None else times_g(d, g, dy.p.dtype.element_ty)
         if dz is not None:
             store(z, Matrix(dz, N, None), t, n, M, N)
         if dz_minus_dy is not None:
-            store(d * (g - 1), Matrix(dz_minus_dy, N, None), t, n, M, N)
+            store(times_g(d, g - 1, dz_minus_dy.dtype.element_ty), Matrix(dz_minus_dy, N, None), t, n, M, N)
         if saved.p is not None:
             all_m += d * v
         if WITH_BIAS:
