@@ -172,6 +172,13 @@ def call_directly(op: Any, launcher: Any) -> None:
         op._op = Direct(getattr(dispatch, "dispatch", dispatch), launcher)
 
 
+def strided_shard() -> Any:
+    """The placement of what FSDP cut after tensor parallelism had cut it."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
 def fsdp2_groups(model: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str, Tensor]]]:
     """Module, name and sharded parameter of each that :func:`fully_shard` has sharded, in groups that are gathered together;
     nothing where it is not as known.

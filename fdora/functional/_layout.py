@@ -19,6 +19,10 @@ from torch import Size, Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fdora._check import FdoraError, fail
+from fdora._torch import strided_shard
+
+# What `type(p) is Shard` would ask, Dynamo (torch 2.11) answers wrongly of a placement that its graph made.
+STRIDED = strided_shard()
 
 # For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. A digit:
 # cut along that axis. R: replicated, P: a pending sum; what is not named is RR.
@@ -105,7 +109,7 @@ def is_cut(p: Any, axes: Sequence[int]) -> bool:
 
 def is_strided(p: Any) -> bool:
     """Whether FSDP cut what tensor parallelism had cut before."""
-    return not (p.is_replicate() or p.is_partial()) and type(p) is not Shard
+    return isinstance(p, STRIDED)
 
 
 def layer_layout(fn: str, mesh: Any, W: Any, x: Any = None) -> Layout:
