@@ -203,7 +203,7 @@ def from_kohya(state: State, names: Mapping[str, str]) -> dict[str, Adapter]:
         if name not in paths:
             raise fail(fn, "names", f"a path for each module, {name!r} too", f"{len(paths)} others", "See kohya_names(paths).")
         N, r, m = len(t["B"]), len(t["A"]), t.get("m")
-        by_row = m is None or (len(m) == N == m.numel())
+        by_row = m is None or (m.shape[:1] == (N,) and m.numel() == N)
         if m is not None and not by_row and m.numel() != t["A"].shape[1]:
             want = f"({N}, 1) or (1, {t['A'].shape[1]})"
             raise fail(fn, f"{name}.dora_scale", want, tuple(m.shape), "It belongs to another layer.")
