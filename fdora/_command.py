@@ -13,6 +13,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TypeVar
 
 from fdora._check import FdoraError, fail
@@ -27,6 +28,8 @@ def parser_of(name: str, doc: str | None) -> ArgumentParser:
 @contextmanager
 def mistakes(parser: ArgumentParser) -> Iterator[None]:
     """End the program over what somebody asked wrongly, or does not read. A defect stays a traceback."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
     try:
         yield
         sys.stdout.flush()

@@ -24,6 +24,13 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 is_batched = torch._C._functorch.is_batchedtensor  # by torch.func.vmap
 
 
+def without_grad(t: Tensor) -> Tensor:
+    """What torch.func.grad has wrapped: a tensor with values, unless it was mapped."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
 def storage_of(t: Tensor) -> int:
     """Where the memory of a tensor is noted: the same for all that share it, with data or without."""
     return int(t.untyped_storage()._cdata)

@@ -118,6 +118,17 @@ def test_the_largest_capacity_packs(tmp_path, capsys):
     assert "1 microbatches" in capsys.readouterr().out
 
 
+def test_names_that_the_terminal_has_no_letters_for(tmp_path, capsys):
+    """They are printed as escapes. Half of a surrogate pair is no name."""
+    (tmp_path / "lengths.json").write_text('{"\\u2615": [[5, 3]]}')
+    given = ["-m", "fdora", "schedule", tmp_path / "lengths.json", "--capacity", "8", "--seconds", "0"]
+    done = python(*given, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "groups: \\u2615" in done.stdout, done.stderr
+    (tmp_path / "lengths.json").write_text('{"\\ud800": [[5, 3]]}')
+    assert ended(["schedule", tmp_path / "lengths.json", "--capacity", 8]) == 2
+    assert "surrogates not allowed" in capsys.readouterr().err
+
+
 def test_shapes_that_are_none(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for shape in ('["x", 3]', "[1e3, 4]", f"[{2**70}, 4]", "[-1, 4]", "[" * 100_000):

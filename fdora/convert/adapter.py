@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import FLOATS, check_dtype, fail
+from fdora._check import FLOATS, check_dtype, check_tensor, fail
 from fdora.functional import dora_merge, dora_norm, dora_scale
 
 
@@ -122,6 +122,7 @@ def from_rows(A: Tensor, B: Tensor, like: Adapter) -> tuple[Tensor, Tensor]:
 
 
 def _norm(W: Tensor, p: Adapter) -> Tensor:
+    check_tensor("convert", "W", W)
     if p.norm_axis == 0 and W.dim() > 2:
         raise fail("convert", "norm_axis", "1 for a convolution", 0, "Its input columns are no rows of a matrix product.")
     stored = (p.A.shape[1], len(p.B)) if p.fan_in_fan_out else (len(p.B), p.A.shape[1])

@@ -143,7 +143,7 @@ def write(
     with writable(Path(path)):
         folder = Path(path).resolve()  # where a link leads: the link stays
         old = _old(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         if old.exists():  # of a process that was killed
             shutil.rmtree(old) if _holds(folder) else os.rename(old, folder)
     holds = check_folder(folder, overwrite)
@@ -155,7 +155,7 @@ def write(
             shutil.copytree(folder, new, True, lambda at, _: own if Path(at) == folder else (), _linked, dirs_exist_ok=True)
         _save(new / TENSORS, state)
         (new / CONFIG).write_text(text)
-        for each in (new / TENSORS, new / CONFIG, new):
+        for each in (new / TENSORS, new / CONFIG, *(Path(at) for at, *_ in os.walk(new))):
             _sync(each)
         if holds:
             os.rename(folder, old)
@@ -165,7 +165,7 @@ def write(
             if holds:
                 os.rename(old, folder)
             raise
-        _sync(folder.parent)
+        _switched(folder)
         shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
 
 
@@ -238,7 +238,7 @@ def write_file(path: Path, state: Mapping[str, Tensor], about: Mapping[str, str]
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         os.replace(aside / path.name, path)
-        _sync(path.parent)
+        _switched(path)
 
 
 @contextmanager
@@ -249,7 +249,8 @@ def _aside(target: Path) -> Iterator[Path]:
         for left in target.parent.iterdir():
             if left.name.startswith(prefix):
                 shutil.rmtree(left)
-        with TemporaryDirectory(dir=target.parent, prefix=prefix) as aside:
+        # what cannot be removed is left to the next process: the new files may be in place already
+        with TemporaryDirectory(dir=target.parent, prefix=prefix, ignore_cleanup_errors=True) as aside:
             yield Path(aside)
 
 
@@ -270,10 +271,28 @@ def _sync(path: Path) -> None:
         os.close(at)
 
 
+def make_folder(folder: Path) -> None:
+    """A folder, and those it is in, with their names on the disk."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _switched(target: Path) -> None:
+    """The new name on the disk. What was there before is gone, so an error says another thing."""
+    try:
+        _sync(target.parent)
+    except OSError as error:
+        want, remedy = f"a place whose folder can be synced ({target})", "The new files are there; a loss of power may undo it."
+        raise fail("convert.write", "path", want, error, remedy) from error
+
+
 def _linked(source: str, target: str) -> None:
     with suppress(OSError):
         return os.link(source, target)
     shutil.copy2(source, target)  # a file system without links
+    _sync(Path(target))
 
 
 @contextmanager

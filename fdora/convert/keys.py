@@ -118,12 +118,15 @@ def from_diffusers(state: State, config: Mapping[str, Any] | None = None, *, pre
         head = next((f"{name}." for name in COMPONENTS if any(key.startswith(f"{name}.") for key in state)), "")
     else:
         state = {key: t for key, t in state.items() if key.startswith(head)}
-    state = {key.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B."): t for key, t in state.items()}
+    named = {key.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B."): t for key, t in state.items()}
+    if len(named) < len(state):
+        have, remedy = "one tensor under both of its names", "Take one of the two out."
+        raise fail("convert.from_diffusers", "state", "of lora_A or lora.down, lora_B or lora.up", have, remedy)
     if config is not None:
         own = {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
-        return _from_peft("from_diffusers", state, own, head)
-    bare = {"peft_type": "LORA", "lora_alpha": 1, "use_dora": any(key.endswith(PEFT_PARTS["m"]) for key in state)}
-    return {path: p._replace(s=1.0) for path, p in _from_peft("from_diffusers", state, bare, head).items()}
+        return _from_peft("from_diffusers", named, own, head)
+    bare = {"peft_type": "LORA", "lora_alpha": 1, "use_dora": any(key.endswith(PEFT_PARTS["m"]) for key in named)}
+    return {path: p._replace(s=1.0) for path, p in _from_peft("from_diffusers", named, bare, head).items()}
 
 
 def to_diffusers(adapters: Mapping[str, Adapter], *, prefix: str = "unet") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -200,7 +203,7 @@ def from_kohya(state: State, names: Mapping[str, str]) -> dict[str, Adapter]:
         if name not in paths:
             raise fail(fn, "names", f"a path for each module, {name!r} too", f"{len(paths)} others", "See kohya_names(paths).")
         N, r, m = len(t["B"]), len(t["A"]), t.get("m")
-        by_row = m is None or (len(m) == N == m.numel())
+        by_row = m is None or (m.shape[:1] == (N,) and m.numel() == N)
         if m is not None and not by_row and m.numel() != t["A"].shape[1]:
             want = f"({N}, 1) or (1, {t['A'].shape[1]})"
             raise fail(fn, f"{name}.dora_scale", want, tuple(m.shape), "It belongs to another layer.")

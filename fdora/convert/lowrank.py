@@ -70,7 +70,7 @@ def combine(
     like = adapters[0]._replace(norm_axis=axes.pop() if axes else 1)
     V, _, _ = to_rows(W, like)
     want = weighted_sum([change_of(W, p._replace(norm_axis=like.norm_axis)) for p in adapters], list(weights))
-    _check_finite(fn, want)
+    _check_finite(fn, V, want)
     g, P, Q = 1 + want.d, want.P, want.Q
     if r is not None and r < P.shape[1]:
         check_rank(fn, r)
@@ -109,7 +109,7 @@ def to_lora(W: Tensor, p: Adapter, *, r: int, max_error: float | None = None) ->
     fn = "convert.to_lora"
     V, _, _ = to_rows(W, p)
     want = change_of(W, p)
-    _check_finite(fn, want)
+    _check_finite(fn, V, want)
     N, K = V.shape
     if not 1 <= r <= min(N, K):
         raise fail(fn, "r", f"in [1, {min(N, K)}] for this weight", r, "Merge the adapter where you need all of it.")
@@ -148,8 +148,9 @@ def _kept_off_zero(V: Tensor, g: Tensor, P: Tensor, Q: Tensor) -> Tensor:
     return torch.where(g.abs() < least, torch.where(g < 0, -least, least), g)
 
 
-def _check_finite(fn: str, want: Change) -> None:
-    if not all(t.isfinite().all() for t in want):
+def _check_finite(fn: str, V: Tensor, want: Change) -> None:
+    # a row of W that is infinite has a norm that is, and g = 0
+    if not all(t.isfinite().all() for t in (*want, *(V[i:j] for i, j in blocks(V)))):
         remedy = "Look for NaN and infinity in A, B, m and W: the training may have diverged."
         raise fail(fn, "adapters", "finite, and W with them", "a change of W that is not", remedy)
 

@@ -20,7 +20,7 @@ from fdora._check import (
 )
 from fdora._dispatch import Backend
 from fdora._records import Operands
-from fdora._torch import functorch_active
+from fdora._torch import functorch_active, without_grad
 from fdora.autograd.experts import Route, combine, spread
 from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
@@ -216,7 +216,7 @@ def pairs(gates: Tensor | None) -> Tensor | None:
 
 def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
     """(T, k) or (T,) -> the pairs of tokens and experts, sorted; kernels do not wait for it."""
-    if name != "triton" and not is_real(ids):
+    if name != "triton" and not is_real(without_grad(ids)):
         raise fail(
             fn,
             "ids",
@@ -257,6 +257,7 @@ def ends_of(fn: str, offsets: Any, tokens: int, experts: int) -> list[int]:
     """On the host."""
     if isinstance(offsets, Tensor):
         _check_offsets(fn, offsets, experts)
+        offsets = without_grad(offsets)
         if not is_real(offsets):
             remedy = "Call it outside, or pass offsets.tolist()."
             raise fail(fn, "offsets", "Python numbers in code that is compiled, mapped or on meta", "a Tensor", remedy)

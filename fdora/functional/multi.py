@@ -139,7 +139,8 @@ def check_multi(
         elif ids is not None:
             lead = tuple(x.shape[:-1])
             check_dtype(fn, "ids", ids, (torch.int64, torch.int32))
-            if tuple(ids.shape) not in ((prod(lead),), lead):
+            flat = ids.dim() == 1 and ids.shape[0] == prod(lead)  # one by one: compilers compare symbols, not tuples of them
+            if not flat and tuple(ids.shape) != lead:
                 raise fail(fn, "ids", f"{lead}, one for each token", tuple(ids.shape), "-1 is the layer without an adapter.")
 
     sharded = once(f"{fn} {ranks}", (x, W, A, B, m, offsets, ids, norm, bias), (), check)

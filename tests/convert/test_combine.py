@@ -167,6 +167,8 @@ def test_what_is_asked_wrongly():
         merge(W, p._replace(A=p.A.T))
     with pytest.raises(FdoraError, match="`W` must be a matrix"):
         merge(W[0], p)
+    with pytest.raises(FdoraError, match=r"fdora.convert: `W` must be .*, got a Linear\. Pass a tensor of it, as W"):
+        merge(torch.nn.Linear(20, 24), p)
 
 
 def test_where_peft_does_not_reproduce_one_adapter():

@@ -1,6 +1,7 @@
 """Files, the command line, and g for a server."""
 
 import json
+import math
 import os
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fdora import FdoraError
-from fdora.convert import Weights, combine, kohya_names, merge, read, write, write_scales
+from fdora.convert import Weights, combine, kohya_names, merge, read, to_kohya, write, write_scales
 from fdora.convert.__main__ import main
 from tests.convert.make import columns, layer, merged, missed, target
 from tests.convert.test_keys import adapters, same, shapes
@@ -306,6 +307,15 @@ def test_inputs_that_ended_in_tracebacks(model, capsys):
         for command in (["combine", "--r", "1"], ["lora", "--r", "1"], ["scales"]):
             said = refused(capsys, command[0], folder / name, folder / "no", folder / "first", *command[1:])
             assert "fdora.convert: `W` must be " in said, said
+    save_file({f"{path}.weight": torch.full((24, 20), math.inf) for path in first}, folder / "infinite")
+    for command in (["combine"], ["combine", "--r", "1"], ["lora", "--r", "1"]):
+        said = refused(capsys, command[0], folder / "infinite", folder / "no", folder / "first", *command[1:])
+        assert "must be finite, and W with them" in said, said
+    names = kohya_names(first)
+    state = to_kohya(first, names)
+    save_file(state | {f"{name}.dora_scale": torch.tensor(1.0) for name in names.values()}, folder / "scalar")
+    said = refused(capsys, "keys", model, folder / "no", folder / "scalar", "--of", "kohya")
+    assert "dora_scale` must be (24, 1) or (1, 20), got ()" in said, said
     for odd in ("a" * 5000, "a\0b"):
         for place in ([odd, folder / "no", folder / "first"], [model, odd, folder / "first"], [model, folder / "no", odd]):
             assert refused(capsys, "combine", *place).startswith("fdora.convert."), place

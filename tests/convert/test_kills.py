@@ -14,7 +14,7 @@ from fdora import FdoraError
 from fdora.convert import read, write
 from fdora.jobs.loop import Job, init_state, load, save
 from tests.convert.make import layer
-from tests.kills import every_kill
+from tests.kills import every_failure, every_kill
 
 
 def adapters(seed):
@@ -74,3 +74,53 @@ def test_save(before, tmp_path):
         if before:
             save(tmp_path, old, jobs)
     assert n > 6
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_an_error_says_of_the_files(before, tmp_path):
+    """Whichever operation finds the disk full: old files where it says "unchanged", else the new ones."""
+    jobs, folder = [Job("a", 0.1)], tmp_path / "state"
+    start = init_state({"w": torch.zeros(1, 3)}, jobs)
+    states, sets = [start._replace(position=n) for n in (1, 2)], [adapters(0), adapters(5)]
+    ways = (
+        (lambda n: save(folder, states[n], jobs), lambda: load(folder, start, jobs).position == 2),
+        (lambda n: write(folder, sets[n], overwrite=True), lambda: is_one_of(read(folder), sets[1])),
+    )
+    for put, is_new in ways:
+        heard = set()
+        shutil.rmtree(folder, ignore_errors=True)
+        if before:
+            put(0)
+        for said in every_failure(lambda put=put: put(1)):
+            heard.add(said)
+            if said == "unchanged" and not before:
+                with pytest.raises(FdoraError, match="no such file"):
+                    is_new()
+            else:
+                assert is_new() == (said != "unchanged")
+            shutil.rmtree(folder, ignore_errors=True)
+            if before:
+                put(0)
+        assert {"unchanged", "replaced"} <= heard
+
+
+def test_names_of_new_folders_are_on_the_disk_too(tmp_path, monkeypatch):
+    """A loss of power takes what no folder that was synced has the name of."""
+    fsync, synced = os.fsync, set()
+    monkeypatch.setattr("os.fsync", lambda at: (synced.add(os.fstat(at).st_ino), fsync(at)))
+    jobs = [Job("a", 0.1)]
+    save(tmp_path / "new/run", init_state({"w": torch.zeros(1, 3)}, jobs), jobs)
+    write(tmp_path / "other/run", adapters(0))
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        assert path.stat().st_ino in synced, path
+    (tmp_path / "other/run/inner").mkdir()
+    (tmp_path / "other/run/inner/notes").write_text("mine")
+    synced.clear()
+    monkeypatch.setattr("os.link", fails)  # a file system without links: what is kept is copied
+    write(tmp_path / "other/run", adapters(5), overwrite=True)
+    for path in (tmp_path / "other/run", *(tmp_path / "other/run").rglob("*")):
+        assert path.stat().st_ino in synced, path
+
+
+def fails(*_):
+    raise OSError("Operation not supported")

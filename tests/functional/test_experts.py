@@ -68,6 +68,24 @@ def plain(t, ends=ENDS):
     return grads(loss(leaves, t, ends), None, **leaves)
 
 
+@pytest.mark.parametrize(
+    ("key", "numbers"), [("ends", torch.tensor(ENDS)), ("ids", IDS), ("ids", IDS[:, 0])], ids=["offsets", "ids", "one id"]
+)
+def test_gradients_of_torch_func(key, numbers):
+    """What torch.func.grad has wrapped has values that can be read."""
+    t = mixture()
+
+    def value(trained, numbers):
+        return ours(t | trained, **{"ends": None, key: numbers}).square().sum()
+
+    leaves = {n: t[n].clone().requires_grad_() for n in NAMES}
+    want, given = grads(value(leaves, numbers), None, **leaves), {n: t[n] for n in NAMES}
+    for inside in (lambda trained: value(trained, numbers), value):
+        got = torch.func.grad(inside)(given, *([numbers] if inside is value else []))
+        for n, d in got.items():
+            assert_exact(d, want[n], n)
+
+
 def test_compiled_with_numbers():
     t = mixture()
     torch._dynamo.reset()

@@ -191,6 +191,22 @@ def test_messages_of_banks():
         assert text in str(caught.value), str(caught.value)
 
 
+def test_compiled_by_ids_with_a_symbolic_length():
+    """Tokens in one axis or in two, whose numbers the compiler does not know; the first call has passed no check before."""
+    W, A, B, m = torch.randn(6, 4), torch.randn(2, 3, 4), torch.randn(2, 6, 3), torch.rand(2, 6)
+
+    def call(x, ids):
+        return dora_linear_multi(x, W, A, B, m, s=[0.5, 2.0], ids=ids)
+
+    for lead, flat in (((7,), False), ((3, 5), False), ((3, 5), True)):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for more in (0, 4):
+            x = torch.randn(*(n + more for n in lead), 4)
+            ids = torch.randint(-1, 2, (x[..., 0].numel(),) if flat else x.shape[:-1])
+            assert_exact(compiled(x, ids), call(x, ids))
+
+
 def test_segments_may_be_mapped():
     """vmap over offsets, over ids, and over banks: each as its own call, with gradients."""
     t = case((4, 0, 3), 2, bias=False)

@@ -158,6 +158,15 @@ def test_the_command(component, tmp_path):
     same(from_diffusers(state), {path: p._replace(s=1.0) for path, p in there.items()})
 
 
+def test_a_tensor_under_both_of_its_names_is_refused():
+    p = Adapter(torch.ones(1, 4), torch.ones(3, 1), None, 1.0)
+    state, config = to_diffusers({"a": p})
+    for there, again in (("lora_A", "lora.down"), ("lora_B", "lora.up")):
+        twice = state | {f"unet.a.{again}.weight": torch.zeros_like(state[f"unet.a.{there}.weight"])}
+        with pytest.raises(FdoraError, match="got one tensor under both of its names"):
+            from_diffusers(twice, config)
+
+
 def test_lora_beside_dora_is_refused(tmp_path):
     p = Adapter(torch.ones(1, 4), torch.ones(3, 1), torch.ones(3), 1.0)
     with pytest.raises(FdoraError, match="all DoRA or all LoRA"):

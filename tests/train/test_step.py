@@ -157,13 +157,22 @@ def test_files_that_are_refused(tmp_path):
     save(tmp_path, state, make.JOBS)
     for bad in ("", "x" * 201, "\u2615" * 67, "a\0b", "\ud800"):
         jobs = [make.JOBS[0]._replace(name=bad), *make.JOBS[1:]]
-        for call in (lambda jobs=jobs: init_state(state.params, jobs), lambda jobs=jobs: save(tmp_path, state, jobs)):
+        for call in (
+            lambda jobs=jobs: init_state(state.params, jobs),
+            lambda jobs=jobs: save(tmp_path, state, jobs),
+            lambda jobs=jobs: load(tmp_path / "empty", state, jobs),
+        ):
             with pytest.raises(FdoraError, match=r"`jobs` must be named by text of 1 to 200 bytes in UTF-8 without NUL, got"):
                 call()
     with pytest.raises(
         FdoraError, match=r"fdora.jobs.loop.load: `jobs` must be 3, one for each adapter of the state given, got 2"
     ):
         load(tmp_path, state, make.JOBS[:2])
+    with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `jobs` must be .* each with a name of its own"):
+        load(tmp_path, state, [make.JOBS[0], *make.JOBS[:2]])
+    for odd in ("a\0b", "x" * 5000):
+        with pytest.raises(FdoraError, match="can be read"):
+            load(odd, state, make.JOBS)
     with pytest.raises(FdoraError, match=r"with an adapter for each job .*, got none for \['new'\] among \['"):
         load(tmp_path, state, [*make.JOBS[:2], make.JOBS[2]._replace(name="new")])
     with pytest.raises(FdoraError, match=r"fdora.jobs.loop.save: `jobs` must be 3, one for each adapter of the state, got 2"):

@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fdora._check import FdoraError, fail
-from fdora.convert.files import readable, writable, write_file
+from fdora.convert.files import make_folder, readable, writable, write_file
 from fdora.jobs.loop.records import TREES, Job, Params, State, check_names, kept_of
 
 FILE, ABOUT = "training.safetensors", "fdora"
@@ -35,7 +35,7 @@ def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
         raise fail(fn, "jobs", want, len(jobs), "Pass those of init_state: an adapter left out would be lost.")
     check_names(fn, names)
     with writable(Path(folder)):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        make_folder(Path(folder))
     tensors = {f"{part}/{key}": t for part in TREES for key, t in flat(getattr(state, part)).items()}
     about = {"jobs": names, "steps": state.steps, "position": state.position}
     write_file(Path(folder) / FILE, tensors, {ABOUT: json.dumps(about)})
@@ -58,8 +58,11 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
     if len(jobs) != len(like.steps):
         want = f"{len(like.steps)}, one for each adapter of the state given"
         raise fail(fn, "jobs", want, len(jobs), "Make the state with init_state and the jobs to load.")
+    check_names(fn, [job.name for job in jobs])
     path = Path(folder) / FILE
-    tensors, about = _read(path) if path.exists() or not _of_each(folder, jobs[0]).exists() else _read_each(folder, jobs)
+    with readable(fn, path):
+        whole = path.exists() or not _of_each(folder, jobs[0]).exists()
+    tensors, about = _read(path) if whole else _read_each(folder, jobs)
     lacking = [job.name for job in jobs if job.name not in about["jobs"]]
     if lacking:
         have = f"none for {lacking} among {sorted(about['jobs'])}"

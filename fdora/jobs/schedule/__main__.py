@@ -44,6 +44,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, n in Counter(name for name, _ in pairs).items():
         if n > 1:
             raise fail("jobs.schedule", "lengths", "of adapters with a name each", f"{n} named {name!r}", "Rename them.")
+        name.encode()  # half of a surrogate pair is no text
     return dict(pairs)
 
 
