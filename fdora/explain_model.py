@@ -1,7 +1,9 @@
 """What each kind of layer of a model would cost, from shapes alone. No weight is read.
 
-fdora explain --model config.json [--r 16]
-fdora explain --model ADAPTER_FOLDER [--gpu a100]
+    fdora explain --model config.json --r 16
+    fdora explain --model ADAPTER_FOLDER --gpu a100
+
+Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _range(value: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of("explain", __doc__)
     parser.add_argument("--model", required=True, help="config.json of transformers, or the folder of a PEFT adapter")
-    parser.add_argument("--tokens", type=int, default=4096, help="of all sequences of a batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the whole batch (default: %(default)s)")
     parser.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
     a = parser.parse_args(argv)
