@@ -216,17 +216,17 @@ def readme_losses() -> str:
     exact, peft, alone = (f"{over(dropped, way, 'ms')[0]:.2f}" for way in ways)
     points = (
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
-        f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, PEFT's DoRA {peft}. With "
-        f'`dropout_mode="lora"`, which is another function in training, it takes {alone}. All other figures are without '
-        "dropout.",
+        f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. With "
+        f'`dropout_mode="lora"`, which computes a different function in training, it takes {alone}. All other figures are '
+        "without dropout.",
         f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
         f"cache, and {first[1]} with a warm one. Time to the first step of a whole model is not measured.",
         f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and 512 tokens a training step '
         f"takes {graphs} of LoRA's time.",
-        f"**Short sequences, once.** An older sweep over sequence lengths has 512 tokens at {short[0]} and 1024 tokens at "
-        f"{short[1]} of LoRA's time. It has not been repeated; the newer table above does not show it.",
+        f"**Short sequences, in an older measurement.** There forward and backward took {short[0]} of LoRA's time with 512 "
+        f"tokens and {short[1]} with 1024. It has not been repeated; the newer table above does not show it.",
         "**Memory of a single layer.** Kernels that overwrite their inputs (LoRAFusion, and the LoRA kernels of Axolotl and "
-        "Unsloth) need less of it. And a layer that computes its norm in every call is slow with few tokens: keep the norm.",
+        "Unsloth) need less of it. Also, a layer that computes its norm in every call is slow with few tokens: keep the norm.",
     )
     return "\n".join(textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False) for each in points)
 
