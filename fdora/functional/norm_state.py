@@ -21,7 +21,7 @@ class NormState(NamedTuple):
 
 
 class ShardNormState(NamedTuple):
-    """The same of columns that are spread over processes, where ``dora_norm(state=, group=)`` adds up in every call."""
+    """A :class:`NormState` of columns spread over processes: ``dora_norm(state=, group=)`` sums over them in every call."""
 
     c: Tensor
     fingerprint: Tensor
