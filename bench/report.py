@@ -1,7 +1,7 @@
 """Tables and figures from the committed results, and from nothing else.
 
     python -m bench.report            # bench/RESULTS.md and docs/benchmarks/*.png
-    python -m bench.report --readme   # the same, what is marked in README.md, and its picture, docs/step.svg
+    python -m bench.report --readme   # the same, what is marked in README.md, and docs/step.svg, docs/models.svg
 
 Every number in them is read from ``bench/results/*.jsonl``. In README a number stands between ``<!-- name -->`` and
 ``<!-- /name -->``; the functions below that are called ``readme_<name>`` write what is between. What fdora loses is
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "bench/RESULTS.md"
 FIGURE_FOLDER = ROOT / "docs/benchmarks"
 PICTURE = ROOT / "docs/step.svg"
+MODELS_PICTURE = ROOT / "docs/models.svg"
 WIDTH = 128
 
 
@@ -142,6 +143,14 @@ def eight_steps() -> dict[str, dict[str, dict]]:
         if ways.keys() >= set(model.WAYS):
             found[name] = {way: ways[way] for way in model.WAYS}
     return found
+
+
+def models_picture() -> str:
+    """A panel for each model: the time of eight micro-batches and an optimizer step, over LoRA's."""
+    labels = {"PEFT's DoRA": "peft_dora", "fdora": "peft_fdora_fused", "fuse=False": "peft_fdora"}
+    found = eight_steps()
+    shares = {label: [rows[way]["ms"] / rows["peft_lora"]["ms"] for rows in found.values()] for label, way in labels.items()}
+    return bars([MODELS[name] for name in found], {"time of a training step": shares})
 
 
 def readme_models() -> str:
@@ -368,7 +377,7 @@ def not_run(failed: dict) -> list[str]:
 
 
 def models() -> list[str]:
-    parts = [figure("models", "PEFT's time over fdora's")]
+    parts = [figure("models", "Time as a share of LoRA's")]
     parts += [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT]
     for name in names("model_"):
         found = result(name)
@@ -647,7 +656,7 @@ def document() -> str:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and its picture")
+    parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and the pictures of docs/")
     options = parser.parse_args(argv)
     PAGE.write_text(document())
     draw(FIGURE_FOLDER)
@@ -655,6 +664,7 @@ def main(argv=None):
         path = ROOT / "README.md"
         path.write_text(readme(path.read_text()))
         PICTURE.write_text(picture())
+        MODELS_PICTURE.write_text(models_picture())
 
 
 if __name__ == "__main__":
