@@ -75,7 +75,7 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
     if not 1 <= tokens < MOST:
         raise fail("explain", "tokens", _range(tokens), tokens, "It is sequences times their length.")
     if gpu not in GPUS:
-        raise fail("explain", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Take the nearest; the ratios say most.")
+        raise fail("explain", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Take the most similar one, and look at ratios.")
     title, kinds, notes = read(Path(model), r)
     if find_spec("triton") is None:
         notes = [*notes, "Without Triton fdora's numbers are of formulas: some percent below those of its plans."]

@@ -220,8 +220,8 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
         raise fail(
             fn,
             "ids",
-            "read by the host in plain torch",
-            "code that is compiled, mapped or on meta",
+            "values that Python can read, in plain torch",
+            "compiled or mapped code, or meta tensors",
             "Call it outside, or sort the tokens and pass offsets.tolist().",
         )
     offsets, order, place = route(ids.reshape(-1), experts, name)
