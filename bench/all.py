@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from bench import records
 from bench.table import table
@@ -298,14 +299,15 @@ def main(argv=None):
         print(f"\nabout {sum(TABLE[name].seconds for name in chosen)} s together")
         return
     failed, not_run = [], {}
-    for name in chosen:
+    for name in tqdm(chosen, "results", disable=None, leave=False):
         left = options.seconds - (time.perf_counter() - start)
         if TABLE[name].seconds > left:
             not_run[name] = f"takes about {TABLE[name].seconds} s, {left:.0f} were left"
             continue
         begin = time.perf_counter()
         code, problem = run(name, places[name], options, left)
-        print(f"{name}: {time.perf_counter() - begin:.0f} s{problem and ', ' + problem}", flush=True)
+        tqdm.write(f"{name}: {time.perf_counter() - begin:.0f} s{problem and ', ' + problem}")
+        sys.stdout.flush()
         if code:
             failed.append(name)
         elif problem:

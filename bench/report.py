@@ -1,7 +1,7 @@
 """Tables and figures from the committed results, and from nothing else.
 
     python -m bench.report            # bench/RESULTS.md and docs/benchmarks/*.png
-    python -m bench.report --readme   # the same, what is marked in README.md, and its picture, docs/step.svg
+    python -m bench.report --readme   # the same, what is marked in README.md, and docs/step.svg, docs/models.svg
 
 Every number in them is read from ``bench/results/*.jsonl``. In README a number stands between ``<!-- name -->`` and
 ``<!-- /name -->``; the functions below that are called ``readme_<name>`` write what is between. What fdora loses is
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "bench/RESULTS.md"
 FIGURE_FOLDER = ROOT / "docs/benchmarks"
 PICTURE = ROOT / "docs/step.svg"
+MODELS_PICTURE = ROOT / "docs/models.svg"
 WIDTH = 128
 
 
@@ -144,6 +145,14 @@ def eight_steps() -> dict[str, dict[str, dict]]:
     return found
 
 
+def models_picture() -> str:
+    """A panel for each model: the time of eight micro-batches and an optimizer step, over LoRA's."""
+    labels = {"PEFT's DoRA": "peft_dora", "fdora": "peft_fdora_fused", "fuse=False": "peft_fdora"}
+    found = eight_steps()
+    shares = {label: [rows[way]["ms"] / rows["peft_lora"]["ms"] for rows in found.values()] for label, way in labels.items()}
+    return bars([MODELS[name] for name in found], {"time of a training step": shares})
+
+
 def readme_models() -> str:
     lines = []
     for name, rows in eight_steps().items():
@@ -216,17 +225,17 @@ def readme_losses() -> str:
     exact, peft, alone = (f"{over(dropped, way, 'ms')[0]:.2f}" for way in ways)
     points = (
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
-        f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, PEFT's DoRA {peft}. With "
-        f'`dropout_mode="lora"`, which is another function in training, it takes {alone}. All other figures are without '
-        "dropout.",
+        f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. With "
+        f'`dropout_mode="lora"`, which computes a different function in training, it takes {alone}. All other figures are '
+        "without dropout.",
         f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
         f"cache, and {first[1]} with a warm one. Time to the first step of a whole model is not measured.",
         f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and 512 tokens a training step '
         f"takes {graphs} of LoRA's time.",
-        f"**Short sequences, once.** An older sweep over sequence lengths has 512 tokens at {short[0]} and 1024 tokens at "
-        f"{short[1]} of LoRA's time. It has not been repeated; the newer table above does not show it.",
+        f"**Short sequences, in an older measurement.** There forward and backward took {short[0]} of LoRA's time with 512 "
+        f"tokens and {short[1]} with 1024. It has not been repeated; the newer table above does not show it.",
         "**Memory of a single layer.** Kernels that overwrite their inputs (LoRAFusion, and the LoRA kernels of Axolotl and "
-        "Unsloth) need less of it. And a layer that computes its norm in every call is slow with few tokens: keep the norm.",
+        "Unsloth) need less of it. Also, a layer that computes its norm in every call is slow with few tokens: keep the norm.",
     )
     return "\n".join(textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False) for each in points)
 
@@ -368,7 +377,7 @@ def not_run(failed: dict) -> list[str]:
 
 
 def models() -> list[str]:
-    parts = [figure("models", "PEFT's time over fdora's")]
+    parts = [figure("models", "Time as a share of LoRA's")]
     parts += [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT]
     for name in names("model_"):
         found = result(name)
@@ -647,7 +656,7 @@ def document() -> str:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and its picture")
+    parser.add_argument("--readme", action="store_true", help="also README.md, where it is marked, and the pictures of docs/")
     options = parser.parse_args(argv)
     PAGE.write_text(document())
     draw(FIGURE_FOLDER)
@@ -655,6 +664,7 @@ def main(argv=None):
         path = ROOT / "README.md"
         path.write_text(readme(path.read_text()))
         PICTURE.write_text(picture())
+        MODELS_PICTURE.write_text(models_picture())
 
 
 if __name__ == "__main__":

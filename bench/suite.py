@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from bench import clock, records
 from bench.attempt import Failures
@@ -209,11 +210,12 @@ class Run:
 
     def say(self, *what: object) -> None:
         if self.rank == 0:
-            print(*what, flush=True)
+            tqdm.write(" ".join(map(str, what)))  # above the bar of `cases`, if one is shown
+            sys.stdout.flush()
 
     def cases(self, cases: Iterable[Case]) -> Iterator[Case]:
         """Those for which there is time; the others are listed as skipped."""
-        for case in cases:
+        for case in tqdm(cases, "cases", disable=True if self.rank else None, leave=False):
             if self.late(case._asdict() if hasattr(case, "_asdict") else list(case) if isinstance(case, tuple) else case):
                 continue
             yield case

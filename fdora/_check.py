@@ -107,6 +107,8 @@ def _shape_remedy(arg: str, named: list[str], shape: tuple[int, ...], sizes: dic
 def check_tensor(fn: str, arg: str, t: object) -> None:
     if not isinstance(t, Tensor):
         remedy = f"Pass a tensor of it, as {arg}.weight." if isinstance(t, Module) else "Wrap it with torch.as_tensor."
+        if t is None:
+            raise fail(fn, arg, "a torch.Tensor", "None", "It has no default.")
         raise fail(fn, arg, "a torch.Tensor", f"a {type(t).__name__}", remedy)
 
 

@@ -1,4 +1,7 @@
-"""What is installed here, what runs and why, and whether it computes the right thing. Put it into a bug report."""
+"""What is installed here, what runs and why, and whether it computes the right thing. Put its output into a bug report.
+
+Exit status: 0; 1 if it found a problem.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """What each kind of layer of a model would cost, from shapes alone. No weight is read.
 
-fdora explain --model config.json [--r 16]
-fdora explain --model ADAPTER_FOLDER [--gpu a100]
+    fdora explain --model config.json --r 16
+    fdora explain --model ADAPTER_FOLDER --gpu a100
+
+Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
     if not 1 <= tokens < MOST:
         raise fail("explain", "tokens", _range(tokens), tokens, "It is sequences times their length.")
     if gpu not in GPUS:
-        raise fail("explain", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Take the nearest; the ratios say most.")
+        raise fail("explain", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Take the most similar one, and look at ratios.")
     title, kinds, notes = read(Path(model), r)
     if find_spec("triton") is None:
         notes = [*notes, "Without Triton fdora's numbers are of formulas: some percent below those of its plans."]
@@ -112,7 +114,7 @@ def _range(value: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of("explain", __doc__)
     parser.add_argument("--model", required=True, help="config.json of transformers, or the folder of a PEFT adapter")
-    parser.add_argument("--tokens", type=int, default=4096, help="of all sequences of a batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the whole batch (default: %(default)s)")
     parser.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
     a = parser.parse_args(argv)

@@ -319,6 +319,7 @@ def test_the_figures_are_the_committed_results():
     """README's marks and picture, and bench/RESULTS.md, are what bench.report writes from bench/results."""
     assert report.readme(README) == README, "run: python -m bench.report --readme"
     assert report.picture() == report.PICTURE.read_text(), "run: python -m bench.report --readme"
+    assert report.models_picture() == report.MODELS_PICTURE.read_text(), "run: python -m bench.report --readme"
     assert report.document() == RESULTS, "run: python -m bench.report"
     marked = "".join(body for _, body in re.findall(r"<!-- (\w+) -->(.*?)<!-- /\1 -->", README, re.S))
     outside = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", README, flags=re.S)
@@ -376,32 +377,24 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     assert float(memory["fdora"]) == pytest.approx(2 * float(times["fdora"]), abs=0.1)
 
 
-def test_figures_between_sentences():
+def test_tables_by_hand():
     """Which no command writes: gradients through the norm, products of 8 bits."""
     result = lambda name: records.result(f"h200/{name}")  # noqa: E731
-    flat = lambda page: " ".join(PAGES[page].split())  # noqa: E731
-    full = result("full")
-    ratios = {}
+    full, ratios, shares = result("full"), {}, {}
     for x in full["rows"]:
         if x["norm"] == "given":
-            ratios.setdefault((x["M"], x["r"] if x["M"] == 512 else max(64, x["r"])), []).append(f"{x['ratio']:.2f}")
-    low, high = sorted(ratios[4096, 64])
-    few = sorted(ratios[512, 16])
-    assert f"{low} to {high} of the detached one with 4096 tokens up to r = 64, and {ratios[4096, 384][0]} at r = 384" in flat(
-        "docs/peft.md"
-    )
-    said = f"{few[0]} to {few[-1]} at r = 16 and {ratios[512, 384][0]} at r = 384"
-    assert said in flat("docs/peft.md") and f"commit {full['about']['commit']})" in flat("docs/peft.md")
+            ratios.setdefault((x["M"], x["r"]), []).append(f"{x['ratio']:.2f}")
+    for M in (512, 4096):
+        cells = [" to ".join(sorted(ratios[M, r])) for r in (16, 64, 384)]
+        assert f"\n| {M} | {' | '.join(cells)} |\n" in PAGES["docs/peft.md"]
+    assert f"commit {full['about']['commit']})" in PAGES["docs/peft.md"]
 
-    shares = {}
     for x in result("fp8")["rows"]:
-        shares.setdefault((x["scales"], x["M"]), []).append(x["ms"]["fp8"] / x["ms"]["decoded"])
-    row = [shares["row", M] for M in (512, 4096, 16)]
-    (a, b), (c, d), (e, f) = ((min(each), max(each)) for each in row)
-    said = f"{a:.2f} to {b:.2f} of the time with a decoded W at 512 tokens, r = 64, but {c:.2f} to {d:.2f} at 4096 and {e:.2f} to {f:.1f}"
-    assert said in flat("docs/quantised.md")
-    (a, b), (c, d), (e, f) = ((min(each), max(each)) for each in (shares["128 x 128", M] for M in (512, 4096, 16)))
-    assert f"with blocks {a:.2f} to {b:.2f}, {c:.1f} to {d:.1f} and {e:.2f} to {f:.1f}" in flat("docs/quantised.md")
+        shares.setdefault((x["M"], x["scales"]), []).append(x["ms"]["fp8"] / x["ms"]["decoded"])
+    short = lambda share: f"{share:.2f}" if share < 1.2 else f"{share:.1f}"  # noqa: E731
+    for M in (16, 512, 4096):
+        cells = [" to ".join(map(short, (min(each), max(each)))) for each in (shares[M, "row"], shares[M, "128 x 128"])]
+        assert f"\n| {M} | {' | '.join(cells)} |\n" in PAGES["docs/quantised.md"]
 
 
 def test_each_table_shows_its_own_measurements():

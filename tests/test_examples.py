@@ -28,10 +28,13 @@ def trained(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(FOLDER))
         monkeypatch.delitem(sys.modules, "tiny", raising=False)
         monkeypatch.setattr(sys, "argv", [name, "--tiny", "--steps", "10", "--out", str(tmp_path / "out")])
-        assert len((FOLDER / name).read_text().splitlines()) < 80
         return runpy.run_path(str(FOLDER / name), run_name="__main__"), tmp_path / "out"
 
     return run
+
+
+def test_every_script_is_short():
+    assert all(len(path.read_text().splitlines()) < 80 for path in FOLDER.rglob("*.py"))
 
 
 @pytest.mark.parametrize("name", ["sft_trl.py", "qdora.py"])

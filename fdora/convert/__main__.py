@@ -1,5 +1,7 @@
-"""Conversions from the command line. MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT) or one file
-(kohya, ComfyUI, diffusers). torchtune's names and rows depend on the model: see ``fdora.convert.llama``.
+"""Combine adapters, make plain LoRA of them, or write them in another format.
+
+MODEL is a safetensors file or a folder of them; an adapter is a folder (PEFT) or one file (kohya, ComfyUI, diffusers).
+Adapters of torchtune depend on the model: use `fdora.convert` from Python.
 
     fdora convert combine MODEL OUT one=0.7 other=0.3 [--r 16] [--max-error 0.1]
     fdora convert lora    MODEL OUT ADAPTER --r 64 [--max-error 0.1]
@@ -7,8 +9,9 @@
     fdora convert keys    MODEL OUT ADAPTER --of peft --to kohya [--prefix lora_unet]
     fdora convert keys    MODEL OUT ADAPTER --of diffusers --to comfyui
 
-An adapter of combine is split into path and weight at its last "=", if a number follows and no file or folder has the whole
-name; without one its weight is 1. A bad argument or file gives a sentence on stderr and exit status 2, and nothing is written.
+one=0.7 is the adapter `one` with weight 0.7, unless a file or folder is called "one=0.7"; without a number the weight is 1.
+
+Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr; nothing is written then.
 """
 
 from __future__ import annotations
@@ -39,27 +42,27 @@ def finite(text: str) -> float:
 OPTIONS: dict[str, dict[str, Any]] = {
     "--r": {"type": int, "help": "rank of the result"},
     "--max-error": {"type": finite, "help": "largest relative error of a weight's change to accept"},
-    "--of": {"default": "peft", "choices": FORMATS, "help": "format of the adapters"},
-    "--to": {"default": "peft", "choices": (*FORMATS, "comfyui"), "help": "format of the result"},
-    "--prefix": {"default": "lora_unet", "help": "of kohya's names"},
-    "--component": {"default": "unet", "help": "of diffusers' names in the result: unet, transformer"},
-    "--overwrite": {"action": "store_true", "help": "replace the adapter in a folder that is there"},
+    "--of": {"default": "peft", "choices": FORMATS, "help": "format of the adapters (default: %(default)s)"},
+    "--to": {"default": "peft", "choices": (*FORMATS, "comfyui"), "help": "format of the result (default: %(default)s)"},
+    "--prefix": {"default": "lora_unet", "help": "what names in kohya files begin with (default: %(default)s)"},
+    "--component": {"default": "unet", "help": "what diffusers calls the model: unet or transformer (default: %(default)s)"},
+    "--overwrite": {"action": "store_true", "help": "replace the adapter in an existing folder"},
 }
 COMMANDS = {
-    "combine": ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite"),
-    "lora": ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite"),
-    "scales": ("--of", "--prefix"),
-    "keys": ("--of", "--to", "--prefix", "--component", "--overwrite"),
+    "combine": ("weighted sum of adapters", ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite")),
+    "lora": ("the nearest plain LoRA", ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite")),
+    "scales": ("g of every layer, for a server", ("--of", "--prefix")),
+    "keys": ("the same adapter in another format", ("--of", "--to", "--prefix", "--component", "--overwrite")),
 }
 
 
 def parser() -> ArgumentParser:
     top = parser_of("convert", __doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    for name, options in COMMANDS.items():
-        command = commands.add_parser(name)
-        command.add_argument("model")
-        command.add_argument("out")
+    for name, (said, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=said, description=said)
+        command.add_argument("model", help="safetensors file of the base model, or a folder of them")
+        command.add_argument("out", help="folder or file to write")
         if name == "combine":
             command.add_argument("adapters", nargs="+", help="folder, file, or either with =weight")
         else:

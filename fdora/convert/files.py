@@ -18,6 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fdora._check import FdoraError, fail
+from fdora._command import progress
 from fdora.convert.adapter import Adapter, adapter_scale
 from fdora.convert.keys import (
     PEFT,
@@ -91,9 +92,8 @@ class Weights(Mapping[str, Tensor]):
 def read(
     path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str] | None = None, prefix: str | None = None
 ) -> dict[str, Adapter]:
-    """``{module path: Adapter}`` of a folder with a config beside the tensors (peft, torchtune) or of one file (kohya, with
-    ``names`` from :func:`kohya_names`; diffusers, or the folder it is in, with ``prefix`` for another component than the UNet
-    or the transformer, see :func:`from_diffusers`).
+    """``{module path: Adapter}`` of a folder (peft, torchtune), of a file (kohya, with ``names`` from :func:`kohya_names`), or
+    of either (diffusers, with ``prefix`` for a component other than UNet and transformer, see :func:`from_diffusers`).
 
     Raises:
       FdoraError: a file is missing or damaged, or the adapter is refused: see :func:`from_peft` and its like.
@@ -191,7 +191,13 @@ def write_scales(path: str | Path, weights: Mapping[str, Tensor], adapters: Mapp
     for layer, p in adapters.items():
         if p.norm_axis == 0:
             raise fail("convert.write_scales", "norm_axis", "1", f"0 for {layer!r}", "A g of input columns scales x: merge it.")
-    write_file(Path(path), {f"{PEFT}{layer}.g": adapter_scale(weights[layer], p).float() for layer, p in adapters.items()})
+    write_file(
+        Path(path),
+        {
+            f"{PEFT}{layer}.g": adapter_scale(weights[layer], adapters[layer]).float()
+            for layer in progress(list(adapters), "layers")
+        },
+    )
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

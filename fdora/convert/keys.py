@@ -130,8 +130,8 @@ def from_diffusers(state: State, config: Mapping[str, Any] | None = None, *, pre
 
 
 def to_diffusers(adapters: Mapping[str, Adapter], *, prefix: str = "unet") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """``(state, config)`` of a diffusers file: ``load_lora_weights`` wants the component in front, ``load_lora_adapter`` takes
-    its name as ``prefix``; config is its ``lora_adapter_metadata``.
+    """``(state, config)`` of a diffusers file; config is its ``lora_adapter_metadata``. ``prefix`` is the component, as
+    ``load_lora_weights`` expects it in front of each key and ``load_lora_adapter`` in its argument of that name.
 
     Raises:
       FdoraError: as :func:`to_peft` does.

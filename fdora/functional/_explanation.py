@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call does: ``print`` it. Without a plan (plain torch) ``plans`` and ``kept`` are empty."""
+    """What a call launches, costs and keeps; ``print`` shows it. Plain torch has no plan: ``plans`` and ``kept`` are empty."""
 
     fn: str
     backend: str

@@ -59,7 +59,7 @@ def group(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: A
     for label, lay in zip(named, lays, strict=True):
         if lay.ways != lays[0].ways:
             have, want = tuple(map(str, lay.rows)), tuple(map(str, lays[0].rows))
-            raise fail(label, "W", f"{want}, as in layers[0]", have, "Layers that lie otherwise are another call.")
+            raise fail(label, "W", f"{want}, as in layers[0]", have, "Put layers with other placements into another call.")
     every = list(zip(named, lays, layers, strict=True))
     ready = [local_layer(label, lay, la, _norm_of(label, rest["backend"])) for label, lay, la in every]
     at = _origin(fn, lays[0], x, p, seed, origin)
@@ -183,7 +183,9 @@ def biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any, beh
 
 def norm(fn: str, W: Any, A: Any, B: Any, s: Any, how: NormHow, backend: Any) -> Any:
     if how.group is not None:
-        raise fail(fn, "group", "None for DTensors", f"a {type(how.group).__name__}", "They know what they are cut over.")
+        raise fail(
+            fn, "group", "None for DTensors", f"a {type(how.group).__name__}", "A DTensor's mesh says which processes share it."
+        )
     if how.norm_axis == 0:
         W, A, B, how = W.T, B.T, A.T, how._replace(norm_axis=1)
     base, seen = how.base_sqnorm, how.state

@@ -45,7 +45,7 @@ GEOMETRY = Conv._fields  # Dynamo (torch 2.8) does not read them off a record
 def multi(call: Callable, x: Any, layer: DoraLayer, ids: Any, p: float, **rest: Any) -> Any:
     fn, W = "dora_linear_multi", layer.W
     if p:
-        raise fail(fn, "dropout_p", "0 with DTensors", p, "A mask counts the tokens of its adapter, which no part knows.")
+        raise fail(fn, "dropout_p", "0 with DTensors", p, "A mask counts the tokens of its adapter in all processes.")
     mesh = mesh_of(fn, {"x": x} | tensors_of(layer, ids=ids))
     lay = layout(fn, mesh, BANK, W, x, (0,))
     if "data" in lay.ways and (ids is None or tuple(ids.shape) != tuple(x.shape[:-1])):
@@ -65,7 +65,9 @@ def multi(call: Callable, x: Any, layer: DoraLayer, ids: Any, p: float, **rest: 
 def norm_of_bank(fn: str, W: Any, A: Any, B: Any, s: Any, group: Any, backend: Any) -> Any:
     """c (G, N), which lies as the rows of W."""
     if group is not None:
-        raise fail(fn, "group", "None for DTensors", f"a {type(group).__name__}", "They know what they are cut over.")
+        raise fail(
+            fn, "group", "None for DTensors", f"a {type(group).__name__}", "A DTensor's mesh says which processes share it."
+        )
     lay = layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B}), BANK, W, None, ())
     a, b = (local(fn, lay, arg, t.detach()) for arg, t in (("A", A), ("B", B)))
     c = norm_over(fn, (part(W), a, b), s, None, sums_over(lay), backend)
@@ -88,7 +90,7 @@ def embedding(call: Callable, ids: Any, layer: DoraLayer, padding_idx: int | Non
     if "columns" in lay.ways and (norm_axis != 0 or max_norm is not None):
         arg, want = ("norm_axis", 0) if norm_axis != 0 else ("max_norm", None)
         have = norm_axis if norm_axis != 0 else max_norm
-        raise fail(fn, arg, f"{want} where W is cut by columns", have, "Cut W by rows: it is about the length of a row.")
+        raise fail(fn, arg, f"{want} where W is cut by columns", have, "Cut W by rows: the length of a row has to be known.")
     w, a, b, m, s, _, c = parts(local_layer(fn, lay, layer)[0])
     who = here = local(fn, lay, "ids", ids)
     spread = tuple([(mesh, i) for i, way in enumerate(lay.ways) if way == "vocabulary"])

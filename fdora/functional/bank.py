@@ -43,7 +43,7 @@ def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     check_rank(fn, sizes["r"])
     if sizes["G"] < 1:
         have = tuple(tensors["A"].shape)
-        raise fail(fn, "A", "a bank of at least one adapter", have, "A layer without is torch.nn.functional.linear.")
+        raise fail(fn, "A", "a bank of at least one adapter", have, "A layer without adapters is torch.nn.functional.linear.")
     check_operands(fn, tensors)
     return sizes["G"]
 

@@ -208,21 +208,23 @@ def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
     for arg, given in each.items():
         if arg == "padding" and isinstance(given, str) and not transposed:
             if given not in ("same", "valid"):
-                raise fail(fn, arg, "'same', 'valid' or whole numbers", repr(given), "Pass nn.Conv's.")
+                raise fail(fn, arg, "'same', 'valid' or whole numbers", repr(given), "Pass what nn.Conv takes.")
             found[arg] = given
             continue
         numbers = (given,) * n if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else (None,)
         if len(numbers) != n or not all(type(i) is int and i >= least.get(arg, 0) for i in numbers):
             want = f"a whole number of at least {least.get(arg, 0)}, or {n} of them"
-            raise fail(fn, arg, want, repr(given), "Pass nn.Conv's.")
+            raise fail(fn, arg, want, repr(given), "Pass what nn.Conv takes.")
         found[arg] = numbers
     if found["padding"] == "same" and found["stride"] != (1,) * n:
-        raise fail(fn, "padding", "a number where the stride is not 1", "'same'", "torch knows 'same' for a stride of 1 alone.")
+        raise fail(
+            fn, "padding", "a number where the stride is not 1", "'same'", "torch allows 'same' only with a stride of 1."
+        )
     if type(groups) is not int or groups < 1:
-        raise fail(fn, "groups", "a whole number of at least 1", repr(groups), "Pass nn.Conv's.")
+        raise fail(fn, "groups", "a whole number of at least 1", repr(groups), "Pass what nn.Conv takes.")
     if padding_mode not in MODES or (transposed and padding_mode != "zeros"):
         want = "'zeros' with transposed=True" if transposed else f"one of {', '.join(MODES)}"
-        raise fail(fn, "padding_mode", want, repr(padding_mode), "Pass nn.Conv's.")
+        raise fail(fn, "padding_mode", want, repr(padding_mode), "Pass what nn.Conv takes.")
     if not transposed and any(found["output_padding"]):
         raise fail(fn, "output_padding", "0 without transposed=True", repr(out), "Leave it out.")
     return Conv(found["stride"], found["padding"], found["dilation"], groups, padding_mode, transposed, found["output_padding"])
@@ -231,7 +233,7 @@ def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
 def check_conv(fn: str, n: int, tensors: dict[str, Any], how: Conv) -> None:
     W, A, x = tensors["W"], tensors["A"], tensors["x"]
     if isinstance(W, QuantWeight):
-        raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of kernels are not known.")
+        raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): quantised kernels are not supported.")
     kernel, G, layout = " ".join(("kZ", "kY", "kX")[3 - n :]), how.groups, f"nn.Conv{n}d"
     if how.transposed:
         layout = f"nn.ConvTranspose{n}d"
@@ -244,7 +246,7 @@ def check_conv(fn: str, n: int, tensors: dict[str, Any], how: Conv) -> None:
         both = c == sizes["c"]
     r = sizes["r"]
     if C % G or O % G:
-        raise fail(fn, "groups", f"a divisor of the channels, {C} and {O}", G, "Pass nn.Conv's.")
+        raise fail(fn, "groups", f"a divisor of the channels, {C} and {O}", G, "Pass what nn.Conv takes.")
     if not fits:
         want = f"of {C // G} channels (those of a group of `W`)"
         raise fail(fn, "A", want, f"{tuple(A.shape)}", f"Pass the A that belongs to this layer, in {layout} layout.")

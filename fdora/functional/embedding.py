@@ -80,7 +80,7 @@ def dora_embedding(
         from fdora.functional import _sharded_layers
 
         if sparse:
-            raise fail(fn, "sparse", "False with DTensors", sparse, "They know no sparse gradients.")
+            raise fail(fn, "sparse", "False with DTensors", sparse, "Sparse gradients do not work there.")
         how_read = {"norm_axis": norm_axis, "max_norm": max_norm, "backend": backend}
         return _sharded_layers.embedding(dora_embedding, ids, layer, padding_idx, **how_read)
     choice = select_backend(W, backend=backend)
@@ -99,9 +99,9 @@ def dora_embedding(
 
 def check_sparse(fn: str, sparse: bool) -> None:
     if not isinstance(sparse, bool):
-        raise fail(fn, "sparse", "a bool", f"a {type(sparse).__name__}", "Pass nn.Embedding's.")
+        raise fail(fn, "sparse", "a bool", f"a {type(sparse).__name__}", "Pass what nn.Embedding takes.")
     if sparse and is_traced():
-        raise fail(fn, "sparse", "False under torch.func and torch.compile", "True", "They know no sparse gradients.")
+        raise fail(fn, "sparse", "False under torch.func and torch.compile", "True", "Sparse gradients do not work there.")
 
 
 def check_embedding(
@@ -110,7 +110,7 @@ def check_embedding(
     """Whether they are DTensors, whose parts are checked in their turn."""
     W, A, B, m, s, _, norm = parts(layer)
     if isinstance(W, QuantWeight):
-        raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): formats of tables are not read row by row.")
+        raise fail(fn, "W", "a tensor", "a QuantWeight", "Pass W.dequantize(): quantised tables are not supported.")
     if norm_axis not in (0, 1) or isinstance(norm_axis, bool):
         want = "0 (a norm for each column) or 1 (for each row of the table)"
         raise fail(fn, "norm_axis", want, norm_axis, "PEFT's is 0.")
@@ -131,10 +131,12 @@ def check_embedding(
         whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:
             have = str(padding_idx) if whole else f"a {type(padding_idx).__name__}"
-            raise fail(fn, "padding_idx", f"None or the number of one of {W.shape[0]} rows", have, "Pass nn.Embedding's.")
+            raise fail(
+                fn, "padding_idx", f"None or the number of one of {W.shape[0]} rows", have, "Pass what nn.Embedding takes."
+            )
     if max_norm is not None:
         number = isinstance(max_norm, (int, float, torch.SymFloat)) and not isinstance(max_norm, bool)
         if not number or not 0 < max_norm < float("inf"):
             have = str(max_norm) if number else f"a {type(max_norm).__name__}"
-            raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass nn.Embedding's.")
+            raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass what nn.Embedding takes.")
     return sharded

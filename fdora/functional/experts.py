@@ -48,7 +48,7 @@ def dora_experts(
     norm: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e of token t.
+    """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e: its expert.
 
     ``g = m / ||W + s * B @ A||`` for each row of each expert. Kernels route the tokens on the device: one grouped product for
     all experts, that of :func:`dora_linear_multi`. In plain torch a loop of :func:`dora_linear` over the experts that have
@@ -220,8 +220,8 @@ def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:
         raise fail(
             fn,
             "ids",
-            "read by the host in plain torch",
-            "code that is compiled, mapped or on meta",
+            "values that Python can read, in plain torch",
+            "compiled or mapped code, or meta tensors",
             "Call it outside, or sort the tokens and pass offsets.tolist().",
         )
     offsets, order, place = route(ids.reshape(-1), experts, name)

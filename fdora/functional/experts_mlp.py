@@ -31,7 +31,7 @@ def dora_experts_mlp(
     gates: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The gated MLP of each expert: ``y[t] = down[e](f(gate) * up)`` with ``gate, up = gate_up[e](x[t])``, e of token t.
+    """The gated MLP of each expert: ``y[t] = down[e](f(gate) * up)`` with ``gate, up = gate_up[e](x[t])``, e: its expert.
 
     Each layer as in :func:`dora_experts`. The weights of gate and up are one, as models keep them; so are their adapters. With
     kernels one node of the graph: f(gate) * up, and the sorted copy of x, are formed again in backward.

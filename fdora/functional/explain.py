@@ -101,7 +101,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         on = triton.device.of_gpu(0, rates.capability, rates.num_sms)
     noted, first, saved, out = _record(fn, call, on, autocast)
     if call.arguments.get("compute") is not None and on.gpu >= 0 and on.capability < 89:
-        raise fail(fn.__name__, "compute", "None on this GPU", "'fp8'", "Products of e4m3 want sm_89 or later of NVIDIA.")
+        raise fail(fn.__name__, "compute", "None on this GPU", "'fp8'", "It needs an NVIDIA GPU of sm_89 or newer.")
     notes = _notes(fn, call.arguments, noted.plans[:first], noted.plans[first:], bool(saved))
     plans = tuple(triton.describe.describe(plan, rates) for plan in noted.plans[: None if backward else first])
     kept = _kept(fn, call.arguments, noted, saved, out)
@@ -176,7 +176,7 @@ def _target(
         return choice, GPUS[gpu], None
     if gpu is not None and not str(gpu).startswith("cuda"):
         want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
-        raise fail("explain", "gpu", want, repr(gpu), "Take the nearest; the ratios say most.")
+        raise fail("explain", "gpu", want, repr(gpu), "Take the most similar one, and look at ratios.")
     if gpu is not None and not torch.cuda.is_available():
         raise fail("explain", "gpu", f"one of {', '.join(GPUS)} here", repr(gpu), "This machine has no GPU.")
     try:

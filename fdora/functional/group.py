@@ -116,7 +116,13 @@ def check_member(fn: str, x: Tensor, layer: DoraLayer) -> None:
         check_layer(fn, x, layer)
     elif not (A is B is m is norm is None):
         arg = "A" if A is None else "B" if B is None else "m"
-        raise fail(fn, arg, "a Tensor, as other parts of the adapter are given", "None", "Leave out A, B, m and norm, or none.")
+        raise fail(
+            fn,
+            arg,
+            "a Tensor, as other parts of the adapter are given",
+            "None",
+            "Give A, B, m and s, or none of them and no norm.",
+        )
     else:
         tensors = {"W": W, "bias": bias, "x": x}
         check_shapes(fn, {"W": "N K", "bias": "N", "x": "... K"}, tensors)

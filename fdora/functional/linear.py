@@ -242,4 +242,4 @@ def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: 
         have_8 = not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (8, 9)
         if not have_8:
             gpu = torch.cuda.get_device_name(x.device)
-            raise fail(fn, "compute", "None on this GPU", f"'fp8' on {gpu}", "Products of e4m3 want sm_89 or later of NVIDIA.")
+            raise fail(fn, "compute", "None on this GPU", f"'fp8' on {gpu}", "It needs an NVIDIA GPU of sm_89 or newer.")

@@ -38,7 +38,7 @@ def dora_linear_multi(
     ranks: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Many DoRA adapters on one W: ``y_t = g_a * (x_t @ W.T + s_a * (x_t @ A_a.T) @ B_a.T) + bias``, a that of token t.
+    """Many DoRA adapters on one W: ``y_t = g_a * (x_t @ W.T + s_a * (x_t @ A_a.T) @ B_a.T) + bias``, a: the adapter of token t.
 
     Equivalent to one :func:`dora_linear` for the tokens of each adapter, values and gradients. Tokens of no adapter get
     ``x_t @ W.T + bias``. The parameters of G adapters are a bank: :class:`DoraParams` with one more axis, from

@@ -21,7 +21,7 @@ class NormState(NamedTuple):
 
 
 class ShardNormState(NamedTuple):
-    """The same of columns that are spread over processes, where ``dora_norm(state=, group=)`` adds up in every call."""
+    """A :class:`NormState` of columns spread over processes: ``dora_norm(state=, group=)`` sums over them in every call."""
 
     c: Tensor
     fingerprint: Tensor
@@ -104,7 +104,13 @@ def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) ->
             raise fail(fn, "max_bytes", f"at least {need} for these shapes", max_bytes, "Raise it, or pass None.")
     if squared and (state is not None or group is not None or not detach):
         have = "a state" if state is not None else "a group" if group is not None else "detach=False"
-        raise fail(fn, "squared", "False there", f"True with {have}", "Square the norm, or take the root, yourself.")
+        raise fail(
+            fn,
+            "squared",
+            "False with a state, a group or detach=False",
+            f"True with {have}",
+            "Square the norm, or take the root, yourself.",
+        )
     if group is not None:
         check_one_group(fn, group)
     if state is not None:

@@ -64,7 +64,9 @@ def dora_init(
     dtype = wide if dtype is None else dtype
     if dtype not in FLOATS:
         have = name(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
-        raise fail(fn, "dtype", "None or a torch.dtype of " + ", ".join(map(name, FLOATS)), have, "None is what trains well.")
+        raise fail(
+            fn, "dtype", "None or a torch.dtype of " + ", ".join(map(name, FLOATS)), have, "The default, None, trains well."
+        )
     A = torch.empty((r, K), dtype=wide, device=W.device)
     torch.nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
     if sharded:
@@ -96,7 +98,7 @@ def dora_stack(params: Sequence[DoraParams]) -> DoraParams:
     """
     fn = "dora_stack"
     if len(params) == 0:
-        raise fail(fn, "params", "at least one adapter", "none", "A layer without is torch.nn.functional.linear.")
+        raise fail(fn, "params", "at least one adapter", "none", "A layer without adapters is torch.nn.functional.linear.")
     for i, each in enumerate(params):
         if not isinstance(each, (tuple, list)) or len(each) != 3:
             remedy = "The layer without an adapter needs no row: its ids are -1, its tokens behind the last end."

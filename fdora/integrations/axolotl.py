@@ -64,7 +64,7 @@ class FdoraPlugin(BasePlugin):
 
 
 def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -> Model:
-    """:func:`fdora.integrations.peft.use_fdora`, and Axolotl's kernels set aside where a layer has a DoRA adapter. Idempotent.
+    """:func:`fdora.integrations.peft.use_fdora`; it also takes Axolotl's kernels off layers with a DoRA adapter. Idempotent.
 
     Raises:
       FdoraError: there is no DoRA adapter in the model.

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -> Model:
-    """:func:`fdora.integrations.peft.use_fdora`, for a model of an Unsloth that heeds the magnitude everywhere. Idempotent.
+    """:func:`fdora.integrations.peft.use_fdora` for Unsloth's models; refuses versions that ignore m in places. Idempotent.
 
     Raises:
       FdoraError: Unsloth is not installed or older than 2026.10.9; there is no DoRA adapter in the model.

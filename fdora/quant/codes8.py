@@ -19,7 +19,7 @@ E4M3 = "float8_e4m3fn"
 
 
 class Codes8(NamedTuple):
-    """The facts of int8 and fp8. Tensors: codes (N, K), scales float32."""
+    """How weights of kind int8 and fp8 are stored. Tensors: codes (N, K), scales float32."""
 
     code: str
     """int8, or e4m3 (float8_e4m3fn)."""

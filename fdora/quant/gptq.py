@@ -16,7 +16,7 @@ WORD = (torch.int32,)
 
 
 class Gptq(NamedTuple):
-    """The facts of gptq and awq.
+    """How weights of kind gptq and awq are stored.
 
     gptq: qweight int32 (K bits / 32, N), qzeros int32 (groups, ceil(N bits / 32)), scales (groups, N), g_idx (K,) or None;
     low bits first. awq: qweight int32 (K, N / 8), qzeros int32 (groups, N / 8), scales (groups, N); order AWQ_PLACE.

@@ -16,7 +16,7 @@ STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
 class Hqq(NamedTuple):
-    """The facts of hqq. Tensors: codes uint8 (R bits / 8, C), scales, zeros.
+    """How weights of kind hqq are stored. Tensors: codes uint8 (R bits / 8, C), scales, zeros.
 
     W is (R, C) row by row: axis 1 is (groups, group) with scales (R, 1); axis 0 is (group, groups) with scales (1, C). A byte
     holds rows of that which are far apart, the first in its highest bits: with 4 bits byte-row j holds rows j and j + R / 2.

@@ -42,7 +42,7 @@ NESTED = 256  # scales that share one scale of theirs
 
 
 class Lut4(NamedTuple):
-    """The facts of nf4, fp4, mxfp4 and nvfp4: which table of 4-bit values, and how codes and scales lie."""
+    """How weights of kind nf4, fp4, mxfp4 and nvfp4 are stored: which table of 4-bit values, and how codes and scales lie."""
 
     table: str
     """A key of TABLES."""

@@ -13,7 +13,7 @@ from fdora.quant.weight import QuantWeight, check_floating, matrix, read_as, reg
 
 
 class Opaque(NamedTuple):
-    """The facts of opaque. Tensors: an empty one, which is where the weight is, then the arguments of f."""
+    """How weights of kind opaque are stored. Tensors: an empty one, which is where the weight is, then the arguments of f."""
 
     f: Callable[..., Tensor]
 

@@ -16,7 +16,7 @@ from fdora.quant.weight import QuantWeight, made, matrix, read_as, register_kind
 
 
 class TorchaoNf4(NamedTuple):
-    """The facts of torchao_nf4: flat groups, high nibble first, and every step in the dtype of the weight.
+    """How weights of kind torchao_nf4 are stored: flat groups, high nibble first, and every step in the dtype of the weight.
 
     Tensors: codes uint8 (N K / 2,), scalers int8 (N K / group,), factor (N K / group / outer,), mean (), table (16,).
     """
@@ -27,7 +27,10 @@ class TorchaoNf4(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """The facts of affine: W = (codes - zeros) * scales in float32. Tensors: codes int8 (N, K), scales, zeros: one a block."""
+    """How weights of kind affine are stored: W = (codes - zeros) * scales in float32.
+
+    Tensors: codes int8 (N, K), scales, zeros: one a block.
+    """
 
     block: tuple[int, int]
 

@@ -477,7 +477,9 @@ def case_errors():
     for group, have in ((7, "a int"), (mesh(1, 2), "a mesh of 2 dimensions")):
         with pytest.raises(FdoraError, match=f"`group` must be a ProcessGroup or a DeviceMesh of one dimension, got {have}"):
             dora_norm(t["W"], t["A"], t["B"], s=1.0, group=group)
-    with pytest.raises(FdoraError, match="`squared` must be False there, got True with a group"):
+    with pytest.raises(
+        FdoraError, match="`squared` must be False with a state, a group or detach=False, got True with a group"
+    ):
         dora_norm(t["W"], t["A"], t["B"], s=1.0, group=where, squared=True)
     state = dora_norm(t["W"], t["A"], t["B"], s=1.0, state=dora_norm_state(t["W"]), group=where)
     with pytest.raises(FdoraError, match="`state` must be a NormState without a group, got a ShardNormState"):

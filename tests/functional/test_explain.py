@@ -89,7 +89,7 @@ MISTAKES = {
     ),
     "a square with a gradient": (
         lambda: explain(F.dora_norm, *layer()[:3], s=2.0, squared=True, detach=False),
-        "`squared` must be False there",
+        "`squared` must be False with a state, a group or detach=False",
     ),
     "compose": (lambda: explain(F.dora_compose, draw(4, 6), draw(4, 5), draw(6), s=2.0), "fdora.dora_compose: `lora` must be"),
     "merge": (lambda: explain(F.dora_merge, *layer(), s=float("nan")), "fdora.dora_merge: `s` must be a finite"),

@@ -1,11 +1,13 @@
-"""A plan from the command line.
+"""What a training will take: memory, time and the fastest layout, from shapes alone. No weight is read.
 
     fdora plan --model config.json --adapters 4x16 --gpu h200 --gpus 2 --length 2048 --microbatches 8
     fdora plan --model config.json --adapters law=64 med=16 --weights nf4 --json plan.json
 
-Adapters: a rank, so many of one (4x16), name=rank, or folders of PEFT adapters. For every layout: GiB of the GPU that holds
-most, the tokens that a microbatch may have there, time of an optimizer step, tokens per second of all GPUs. The first that
-fits is the fastest. Exit status: 1 where none fits; 2 for a bad argument or file, which gives a sentence on stderr.
+An adapter is a rank (64), several of one rank (4x16), name=rank (law=64), or the folder of a PEFT adapter. The table has a row
+for each layout: GiB on the fullest GPU, the most tokens that a microbatch can hold there, time of an optimizer step, and tokens
+per second of all GPUs together. Layouts that fit come first, the fastest on top.
+
+Exit status: 0; 1 if no layout fits; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from fdora.jobs.plan.adapters import read_adapters
 from fdora.jobs.plan.layout import Layout
 from fdora.jobs.plan.memory import SPARE
 from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
+from fdora.predict import GPUS
 
 GIB = 2**30
 
@@ -68,22 +71,31 @@ def components(way: Layout) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of("plan", __doc__)
-    parser.add_argument("--model", required=True, help="config.json of transformers, or a folder with one")
-    parser.add_argument("--adapters", nargs="+", default=["16"], help="ranks or folders (default: one of rank 16)")
-    parser.add_argument("--gpu", default="h200", help="a key of fdora.predict.GPUS (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="of a microbatch, a multiple of the length (default: one sequence)")
-    parser.add_argument("--microbatches", type=int, default=1, help="of an optimizer step, for each GPU (default: %(default)s)")
-    parser.add_argument("--loss-tokens", type=int, help="of each sequence that reach the head (default: all)")
-    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="of the frozen linears (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="config.json of transformers, or the folder that holds one")
+    parser.add_argument("--adapters", nargs="+", default=["16"], help="ranks or folders (default: one adapter of rank 16)")
+    parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)} (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=1, help="how many of them (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, help="tokens in a microbatch, a multiple of --length (default: one sequence)")
     parser.add_argument(
-        "--adapter-dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s, as PEFT)"
+        "--microbatches", type=int, default=1, help="microbatches in a step, for each GPU (default: %(default)s)"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument("--loss-tokens", type=int, help="tokens of each sequence that reach the head (default: all)")
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, default="bf16", help="format of the frozen weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--adapter-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the adapters (default: %(default)s, as in PEFT)",
+    )
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of the adapters (default: %(default)s)"
+    )
     parser.add_argument("--targets", nargs="+", help=f"adapted layers (default: {' '.join(LINEARS)}, or those of the folders)")
-    parser.add_argument("--profile", help="a file of bench.profile_gpu, for rates of your own")
-    parser.add_argument("--json", type=Path, help="everything, in bytes and seconds")
+    parser.add_argument("--profile", help="rates of your GPU, as bench.profile_gpu writes them")
+    parser.add_argument("--json", type=Path, help="file for everything, in bytes and seconds")
     a = parser.parse_args(argv)
     with mistakes(parser):
         adapters, own = read_adapters(a.adapters)

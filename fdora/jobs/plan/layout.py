@@ -24,7 +24,8 @@ GATHERED = 2  # blocks
 
 
 class Layout(NamedTuple):
-    """One layout. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all GPUs of the others together."""
+    """One way to place a training on GPUs. ``seconds``: of an optimizer step; a pipeline has as many microbatches as all
+    GPUs of the others together."""
 
     kind: str
     gpus: int

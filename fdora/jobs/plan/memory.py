@@ -19,8 +19,8 @@ GRAIN = 256  # tokens
 
 
 class Memory(NamedTuple):
-    """Bytes. ``activations``: what forward keeps; ``temporary``: what there is beside it at the peak, gradients of activations
-    among it."""
+    """Bytes of a step by component. ``activations``: what forward keeps; ``temporary``: what exists beside it at the peak, such
+    as gradients of activations."""
 
     linears: int
     embeddings: int
@@ -64,7 +64,7 @@ def peaks(model: Model, setup: Setup, tokens: int, part: Part) -> Peaks:
 
 
 def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in_flight: int = 1) -> Memory:
-    """Of a step of so many tokens in a microbatch; ``in_flight`` of them are kept at once in a stage of a pipeline."""
+    """The memory of a step with ``tokens`` in a microbatch; a pipeline's stage keeps ``in_flight`` microbatches at once."""
     check_setup(setup)
     for arg, value in {"tokens": tokens, "in_flight": in_flight}.items():
         check_positive("jobs.plan", arg, value, "It is how many there are at once.")

@@ -68,7 +68,7 @@ class Model(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one GPU holds: so many of the model's layers, ``start`` the first of them, and whether it has embedding and head."""
+    """The part of a model on one GPU: ``layers`` of its layers from ``start`` on, and whether embedding and head are there."""
 
     layers: int
     first: bool = True

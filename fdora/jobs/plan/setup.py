@@ -31,8 +31,8 @@ class Adapter(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """``length``: tokens of a sequence. ``fuse``: q, k, v and the MLP in one call each, as ``use_fdora(model)`` runs them where
-    it can. ``loss_tokens``: of each sequence that reach the head; None: all of them."""
+    """What is trained, and how. ``length``: tokens of a sequence. ``fuse``: q, k, v and the MLP in one call each,
+    as ``use_fdora(model)`` runs them where it can. ``loss_tokens``: of each sequence that reach the head; None: all of them."""
 
     length: int
     adapters: tuple[Adapter, ...]

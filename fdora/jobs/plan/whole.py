@@ -13,7 +13,7 @@ from fdora.jobs.plan.time import Card, card
 
 
 class Plan(NamedTuple):
-    """``layouts``: those that fit first, the fastest first; ``best`` is the first of them, None where none fits."""
+    """What `plan` found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if none fits."""
 
     model: Model
     setup: Setup

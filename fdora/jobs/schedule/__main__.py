@@ -1,10 +1,12 @@
-"""A schedule from the command line.
+"""Microbatches for many adapters that are trained together, from the lengths of their samples alone.
 
     fdora schedule lengths.json --capacity 6144 --stages 4 --out schedule.json --picture schedule.png
 
-lengths.json has the tokens of every sample: {"adapter": [[of the first batch...], [of the second...], ...], ...}, or a list in
-place of the names. Printed are microbatches with the bound that none can beat, no-ops, fill, the bubble of
-1F1B, and how batches were packed. A bad argument or file gives a sentence on stderr and exit status 2.
+lengths.json holds the tokens of every sample, batch by batch: {"law": [[664, 299], [431]], "code": [[709], [661]]}, or a list
+without the names. The command prints the number of microbatches and the fewest that are possible, no-ops (microbatches without
+samples), how full they are, the idle share of a 1F1B pipeline, and how batches were packed.
+
+Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -62,14 +64,18 @@ def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of("schedule", __doc__)
-    parser.add_argument("lengths", help="JSON file")
-    parser.add_argument("--capacity", type=int, required=True, help="tokens of a microbatch")
-    parser.add_argument("--stages", type=int, default=1, help="of the pipeline: its depth, and what is simulated (%(default)s)")
-    parser.add_argument("--multiple", type=int, default=1, help="to which an adapter's tokens are padded (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=Spec(1).seconds, help="for solving exactly; 0: none (%(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="processes that solve (%(default)s)")
-    parser.add_argument("--out", help="the schedule as JSON")
-    parser.add_argument("--picture", help="stages by time; needs matplotlib")
+    parser.add_argument("lengths", help="JSON file with the tokens of every sample")
+    parser.add_argument("--capacity", type=int, required=True, help="most tokens in a microbatch")
+    parser.add_argument("--stages", type=int, default=1, help="stages of the pipeline (default: %(default)s)")
+    parser.add_argument(
+        "--multiple", type=int, default=1, help="pad each adapter's tokens to a multiple of this (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=Spec(1).seconds, help="time for exact packing; 0 for none (default: %(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes for exact packing (default: %(default)s)")
+    parser.add_argument("--out", help="JSON file for the schedule")
+    parser.add_argument("--picture", help="picture of the stages over time; needs matplotlib")
     a = parser.parse_args(argv)
     remedy = "Check the path and its suffix."
     with mistakes(parser):

@@ -11,8 +11,8 @@ from fdora.jobs.schedule.records import Microbatch, tokens_of
 
 
 def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ...], ...]:
-    """Of each microbatch the (adapter, batch) whose last samples it holds: when its backward is through on a stage, those
-    adapters' optimizers step there.
+    """For each microbatch the (adapter, batch) pairs that end with it: once its backward is done on a stage, these adapters'
+    optimizers step there.
 
     Count backwards, not forwards: a stage that counts forwards steps before the gradients of those in flight have come.
     """
@@ -23,7 +23,7 @@ def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ..
 
 
 def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) -> tuple[int, ...]:
-    """Where each adapter's tokens end once the samples lie one after the other, as ``torch.nn.functional.grouped_mm`` takes it.
+    """Where each adapter's tokens end if the samples are concatenated: the offsets of ``torch.nn.functional.grouped_mm``.
 
     Samples of a microbatch are sorted by adapter already; an adapter without any ends where the one before it does. With
     ``multiple`` each adapter's tokens are followed by what is missing to the next multiple.

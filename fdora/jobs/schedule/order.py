@@ -41,7 +41,7 @@ def neighbours(found: dict[Batch, list[int]]) -> Iterator[tuple[Batch, Batch]]:
 
 
 def insert_noops(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, ...]:
-    """The same microbatches with the gaps that ``spec.depth`` wants, and no violation left.
+    """The same microbatches in an order, and with no-ops between them, that keeps the distances of ``spec.depth``.
 
     At each position goes the first microbatch that need not wait; where all must, a no-op. No-ops that are there already are
     taken out first, so what comes out stays as it is when it goes in again.

@@ -133,7 +133,7 @@ def in_order(bins: Sequence[Sequence[Sample]], spec: Spec) -> list[Microbatch]:
 
 
 def pack(samples: Sequence[Sample], spec: Spec) -> Packing:
-    """Samples that may share microbatches: one batch of each adapter at most.
+    """Pack samples, at most one batch of each adapter, into as few microbatches as possible.
 
     Greedily first, two ways, with :func:`lower_bound`. Where that leaves a question and ``spec.seconds`` is not 0,
     ``scipy.optimize.milp`` looks for fewer microbatches, then for less in the last one, each for half of ``spec.seconds`` at

@@ -39,7 +39,7 @@ Microbatch = tuple[Sample, ...]  # sorted; without samples it is a no-op
 
 
 class Packing(NamedTuple):
-    """Samples that are trained side by side, in microbatches; the one with the least in it is the last."""
+    """The microbatches of samples that are trained side by side; the last one holds the fewest tokens."""
 
     microbatches: tuple[Microbatch, ...]
     bound: int  # no packing has fewer microbatches
@@ -153,7 +153,7 @@ def check_list(fn: str, arg: str, value: Any) -> None:
 
 
 def to_json(schedule: Schedule) -> str:
-    """A line for each microbatch: ``[[adapter, batch, number, length], ...]``."""
+    """A schedule as JSON, with a line for each microbatch: ``[[adapter, batch, number, length], ...]``."""
     head = {"spec": schedule.spec._asdict(), "groups": schedule.groups, "packings": [p._asdict() for p in schedule.packings]}
     lines = ",\n".join(json.dumps(each) for each in schedule.microbatches)
     return f'{json.dumps(head)[:-1]}, "microbatches": [\n{lines}\n]}}\n'

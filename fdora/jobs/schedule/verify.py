@@ -10,7 +10,7 @@ from fdora.jobs.schedule.records import Lengths, Microbatch, Spec
 
 
 def verify(microbatches: Sequence[Microbatch], lengths: Lengths, spec: Spec) -> tuple[str, ...]:
-    """A sentence for each fault; none where
+    """One sentence for each fault of these microbatches. There is none if
 
     - every sample of ``lengths`` is in exactly one microbatch, once, with its length, and nothing else is;
     - no microbatch holds more than the capacity, each adapter's tokens counted as the next multiple;

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
 from fdora._check import fail
+from fdora._command import progress
 from fdora.jobs.schedule import exact
 from fdora.jobs.schedule.groups import Groups, line_up, plan_groups, rounds_of
 from fdora.jobs.schedule.pack import greedy, settled, solved
@@ -86,7 +87,7 @@ def pack_all(rounds: list[list[Sample]], spec: Spec) -> list[Packing]:
 
     done = [solved(packing, spec._replace(seconds=0)) for packing in packings]
     if workers <= 1:
-        for n in open_:
+        for n in progress(open_, "packings"):
             done[n] = solved(packings[n], limited())
         return done
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
