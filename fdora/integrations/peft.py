@@ -20,12 +20,13 @@ need("peft", "peft", "0.18.0")
 
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import variants
+from peft.tuners.lora import LoraModel, variants
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
+HOOKS = "_enable_peft_forward_hooks"  # of a tuner, around one forward
 
 
 def use_fdora(
@@ -138,6 +140,8 @@ def use_fdora(
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
     _hook(model, norms_on_shards)
+    for tuner in _tuners(model):
+        tuner.__dict__[HOOKS] = partial(_hooks, tuner)
     if fuse is not False and not fuse_blocks(model) and fuse:
         raise FdoraError(
             "fdora.use_fdora: `fuse` must be None or False for a model without blocks it knows, got True. It wants "
@@ -157,8 +161,34 @@ def restore(model: Model) -> Model:
             if isinstance(variant, Dora):
                 layer.lora_variant[name] = variant.stock
         unfuse_layer(layer)
+    for tuner in _tuners(model):
+        tuner.__dict__.pop(HOOKS, None)
     put_back(model)
     return model
+
+
+def _tuners(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, LoraModel) and hasattr(type(module), HOOKS)]
+
+
+def _hooks(tuner: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    """PEFT's hooks of one forward. PEFT leaves those for ``adapter_names=`` on the model where it raises; this does not."""
+    of_a_call = getattr(type(tuner), HOOKS)(tuner, *args, **kwargs)
+    return _removed(tuner, of_a_call) if kwargs.get("adapter_names") else of_a_call
+
+
+@contextmanager
+def _removed(tuner: nn.Module, of_a_call: AbstractContextManager[None]) -> Iterator[None]:
+    before = {module: list(module._forward_pre_hooks) for module in tuner.modules()}
+    try:
+        with of_a_call:
+            yield
+    except BaseException:
+        for module, known in before.items():
+            for key in set(module._forward_pre_hooks).difference(known):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        raise
 
 
 def enable(dropout_mode: Literal["peft", "lora"] = "peft") -> None:

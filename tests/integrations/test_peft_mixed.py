@@ -93,10 +93,12 @@ def test_a_changed_adapter_is_seen():
 def test_peft_still_refuses_what_is_not_served():
     """Its own words: a training model, merged adapters, a name too few, and layers that are not linear."""
     model, x = many(), torch.randn(6, K, dtype=torch.float64)
+    want = model(x)
     with pytest.raises(ValueError, match="Length of `adapter_names` should be the same"):
         model(x, adapter_names=NAMES[1:])
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(x, adapter_names=["nobody"] * 6)
+    assert torch.equal(model(x), want)  # nothing of the calls before is left on the model
     with pytest.raises(ValueError, match="training mode"):
         model.train()(x, adapter_names=NAMES)
     model.eval().merge_adapter(["first"])
@@ -105,10 +107,12 @@ def test_peft_still_refuses_what_is_not_served():
     other = use_fdora(build("embedding")).eval()
     with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
         other(inputs("embedding"), adapter_names=["default"] * 3)
+    other(inputs("embedding"))
     scaled = use_fdora(build("linear")).eval()
     layer(scaled).scaling["default"] = torch.tensor(1.5)
     with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
         scaled(inputs("linear"), adapter_names=["default"] * 3)
+    scaled(inputs("linear"))
 
 
 def test_restored_models_refuse_again():
