@@ -70,7 +70,7 @@ def test_what_is_trained_and_what_is_dropped_counts():
     pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
     m = use_fdora(model(lora_dropout=0.1)).train()
     dropped = report(m).explain(tokens=512, gpu="h200")
-    assert "HAS_X_MASKED" in dropped and "HAS_X_MASKED" not in report(m.eval()).explain(tokens=512, gpu="h200")
+    assert "drop_kernel" in dropped and "drop_kernel" not in report(m.eval()).explain(tokens=512, gpu="h200")
     frozen = report(m.requires_grad_(False)).explain(tokens=512, gpu="h200")
     assert "backward: " not in frozen and "keeps 0.00 MiB" in frozen
 
