@@ -188,7 +188,7 @@ def test_two_processes_of_tensor_parallelism(vllm, base, tmp_path, dtype):
         assert_within(y, naive, want, part)
 
 
-@pytest.mark.parametrize("step", [None, 0.02], ids=["weights", "weights and x"])
+@pytest.mark.parametrize("step", [None, 0.03], ids=["weights", "weights and x"])
 def test_a_quantised_base(vllm, base, tmp_path, step):
     """W is read through the product, whatever its format; a static scale of x, of which 1 is no multiple, moves nothing."""
     found = worker(base, method=lambda W: engine.Codes(W.float(), step))
