@@ -9,10 +9,11 @@ DEMO ?=
 ACCEPTANCE ?=
 BENCH ?=
 FRAMEWORKS ?=
+SERVING ?=
 # VENV as the name of a target, where make takes a space for the end of a name.
 VENV_TARGET = $(subst $() ,\ ,$(VENV))
 
-.PHONY: test test-all lint demo demo-multi bench docs acceptance frameworks clean
+.PHONY: test test-all lint demo demo-multi bench docs acceptance frameworks serving clean
 
 RUN_TESTS = "$(VENV)/bin/python" -m pytest -n $(JOBS) --dist loadgroup
 
@@ -56,6 +57,10 @@ acceptance:
 frameworks:
 	$(PYTHON) -m tests.acceptance.frameworks --work "$(VENV)-frameworks" $(FRAMEWORKS)
 
+# vLLM's own engine on a CPU with DoRA adapters, and its server (30 min, 2 cores). SERVING="llama-bfloat16 http"
+serving:
+	$(PYTHON) -m tests.acceptance.serving --work "$(VENV)-serving" $(SERVING)
+
 $(VENV_TARGET)/.torch:
 	$(PYTHON) -m venv $(VENV_FLAGS) "$(VENV)"
 	$(if $(TORCH),"$(VENV)/bin/python" -m pip install --quiet "$(TORCH)" numpy)
@@ -86,5 +91,5 @@ $(VENV_TARGET)/.docs: $(VENV_TARGET)/.torch pyproject.toml
 	touch "$@"
 
 clean:
-	rm -rf "$(VENV)" "$(VENV)-peft" "$(VENV)-frameworks" build dist *.egg-info
+	rm -rf "$(VENV)" "$(VENV)-peft" "$(VENV)-frameworks" "$(VENV)-serving" build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks demo/loss.png demo/report.json demo/multi.json demo/schedule.png

@@ -11,7 +11,8 @@ import re
 import shutil
 import sys
 import warnings
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,25 @@ def backends() -> list[Line]:
 
 
 def frameworks() -> list[Line]:
-    return [Line(name, found(name, *bounds)) for name, bounds in FRAMEWORKS.items()]
+    return [*(Line(name, found(name, *bounds)) for name, bounds in FRAMEWORKS.items()), Line("vLLM", serving())]
+
+
+def serving() -> str:
+    """Whether the vLLM that is here would serve DoRA adapters. Imports it."""
+    if find_spec("vllm") is None:
+        return "not installed"
+    group, allowed = "vllm.general_plugins", os.environ.get("VLLM_PLUGINS")
+    if not any(each.name == "fdora" for each in entry_points(group=group)):
+        return f"does not serve DoRA: fdora is no installed package here that {group} names (pip install fdora)"
+    if allowed is not None and "fdora" not in allowed.split(","):
+        return f"does not serve DoRA: VLLM_PLUGINS={allowed!r} leaves fdora out"
+    try:
+        from fdora.integrations.vllm import obstacle
+
+        wrong = obstacle()
+    except Exception as error:  # whatever an import of it raises is a finding
+        wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"does not serve DoRA: {wrong}" if wrong else "serves DoRA adapters (docs/serving.md)"
 
 
 def checks() -> list[Line]:

@@ -170,6 +170,25 @@ def test_found(monkeypatch):
     assert found("x", "0.7", "0.8") == "0.6.1: too old (0.7 to 0.8)"
 
 
+def test_serving(monkeypatch):
+    """What vLLM would find and how it is put together: on the small engine of the tests of the plug-in."""
+    from tests.integrations.vllm_stand_in import LoRAModelManager, stand_in
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert doctor.serving() == "not installed"
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    assert doctor.serving().startswith("does not serve DoRA: fdora is no installed package here")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [SimpleNamespace(name="fdora")])
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor.serving() == "does not serve DoRA: VLLM_PLUGINS='other' leaves fdora out"
+    monkeypatch.setenv("VLLM_PLUGINS", "other,fdora")
+    with stand_in():
+        assert doctor.serving() == "serves DoRA adapters (docs/serving.md)"
+        monkeypatch.delattr(LoRAModelManager, "activate_adapter")
+        assert "activate_adapter` must be a function of self, lora_id, got one that lacks" in doctor.serving()
+
+
 def test_triton_has_other_names_for_other_chips(monkeypatch):
     known = {"pytorch-triton-rocm": "3.5.1"}
 

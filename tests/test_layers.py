@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fdora"
 MAY = {
     "__main__": {"root", "_command"},
     "_command": {"_check"},
-    "doctor": {"root", "_command", "functional", "selfcheck"},
+    "doctor": {"root", "_command", "functional", "selfcheck", "integrations"},
     "selfcheck": {"functional"},
     "explain_model": {"_check", "_command", "predict", "functional"},
     "predict": {"_check", "rates"},
@@ -358,7 +358,7 @@ INNER = {
     ),
     *("conv.kernel_rows", "linear.attached", "linear.bound_linears", "linear.check_detach", "linear.checked_linears"),
     *("mlp.bound_mlp", "mlp.checked_mlp", "norm.guarded_norm", "norm.kept_norms", "opaque.is_opaque"),
-    "opaque.linears",
+    *("opaque.linears", "opaque.scale_slots"),
 }
 
 

@@ -69,7 +69,7 @@ def test_clean_leaves_what_is_in_the_repository(make, venv):
         path = make.clone / name.replace("*", "")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True) if name.endswith("/") else path.touch()
-    beside = [venv, *(venv.with_name(venv.name + ending) for ending in ("-peft", "-frameworks"))]
+    beside = [venv, *(venv.with_name(venv.name + ending) for ending in ("-peft", "-frameworks", "-serving"))]
     for path in beside:
         path.mkdir(exist_ok=True)
     assert make("clean") == []

@@ -33,6 +33,7 @@ class Backend:
     base_sqnorm: Op
     compose_fwd: Op
     compose_bwd: Op
+    scale_slots: Op
     layers_fwd: Op
     layers_bwd: Op
     layers_bound: Op
@@ -75,7 +76,7 @@ class Backend:
 # file of a backend -> the ops that it has, by their names there
 BOTH = {
     "norm": "norm_fwd sqnorm_fwd norm_guarded",
-    "compose": "compose_fwd compose_bwd",
+    "compose": "compose_fwd compose_bwd scale_slots",
     "linear": "layers_fwd layers_bwd layers_bound",
     "mlp": "mlp_fwd mlp_bwd mlp_bound",
     "fp8": "fp8_fwd",

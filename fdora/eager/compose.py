@@ -5,6 +5,10 @@ rounded once. g - 1 is formed in acc_dtype: in bf16 it would be 0 for most rows 
 
 base and lora are (M, N), or (L, N, P) where the channels of a convolution lie before its P points; g and bias are (N,).
 
+A server composes last, and in place: it has z = base + s lora + bias, and g in slots, one for each adapter that is loaded. Each
+token takes ``z <- g (z - bias) + bias``, g that of its slot. Where g is 1, and for tokens of slots without DoRA or of none, z
+stays as it is, bit for bit.
+
 Backward:   d base = h dout     d lora = g s dout     dg = sum_t dout (base + s lora)     dbias = sum_t dout
 """
 
@@ -40,3 +44,13 @@ def compose_bwd(
     if base.dim() == 3:
         dg, dbias = (None if d is None else d.sum(1) for d in (dg, dbias))
     return dbase, dlora, dg, dbias
+
+
+def scale_slots(z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None) -> None:
+    """z (M, N), changed in place; g (S, N), slots (M,) int64, holds (S,) int32, bias (N,). Slots but 0 ... S - 1 are none."""
+    known = (slots >= 0) & (slots < g.shape[0])
+    at = slots.where(known, 0)
+    gt, wide = g[at], z.to(acc_dtype(z.dtype))
+    b = 0 if bias is None else bias.to(wide.dtype)
+    changes = (known & (holds[at] != 0))[:, None] & (gt != 1)
+    z.copy_(z.where(~changes, cast(gt * (wide - b) + b, z.dtype)))

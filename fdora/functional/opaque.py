@@ -7,6 +7,11 @@ and records of fdora, as many things as the whole of a LoRA layer has. An op wit
 AOTAutograd looks into that op, so the graph that a compiler gets is what it was, and guards hold the arguments: tensors,
 numbers, the backend's name, which is chosen outside, and a digest of this package: torch keeps on disk what AOTAutograd made of
 such an op, by its arguments alone, and another fdora may make something else of it.
+
+    scale_slots(z, g, slots, ...)        the last pass of a layer that serves adapters from slots
+
+It changes z, as a compiler and a CUDA graph must see it. Two tensors on the CPU say that there is nothing to do, which costs no
+kernel. A graph that is captured has the kernel all the same, for adapters that come later.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from fdora._records import DropoutMode
 from fdora._torch import exporting, functorch_active, library_of, while_tracing
+from fdora.autograd._ops import OPS
 from fdora.functional.backend import select_backend
 from fdora.functional.group import check_group, dora_linear_group, run, seeds_for
 from fdora.functional.layer import DoraLayer, labelled
@@ -97,3 +103,27 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("linears", _linears, "CompositeImplicitAutograd")
+
+
+def _scale_slots(
+    z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None, idle: Tensor, no_lora: Tensor | None
+) -> None:
+    if no_lora is not None and no_lora.item():
+        return
+    if idle.item() and not (z.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    OPS[select_backend(z).name].scale_slots(z, g, slots, holds, bias)
+
+
+_slots_library = library_of("scale_slots")
+_slots_library.define(
+    "scale_slots(Tensor(a!) z, Tensor g, Tensor slots, Tensor holds, Tensor? bias, Tensor idle, Tensor? no_lora) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_slots_library.impl("scale_slots", _scale_slots, "CompositeExplicitAutograd")
+torch.library.register_fake("fdora::scale_slots", lambda *_: None, lib=_slots_library)
+
+scale_slots = torch.ops.fdora.scale_slots.default
+"""``z <- g[slots] * (z - bias) + bias`` for the tokens whose slot holds DoRA. z (M, N), g (S, N) float32, slots (M,) int64 (-1
+and what is no slot: none), holds (S,) int32, bias (N,) as it is in z; on the CPU: idle, that no slot holds DoRA, and no_lora,
+that no token has a slot (one element each)."""

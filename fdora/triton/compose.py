@@ -3,6 +3,8 @@
 Backward reads dy (and base, lora where dg is asked for) once and writes what is needed; the sums over tokens go through one
 row of partials per strip of tokens, which :func:`column_sums` adds in a fixed order. Roof: the bytes, at copy speed.
 
+A server's pass, by the slot of each token, reads and writes z of DoRA's tokens once, and of all others reads the slot.
+
 Of a convolution whose channels lie before its points, (L, N, P), a row is one channel: planes.
 """
 
@@ -14,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora.triton.kernels.compose import compose_bwd_kernel, compose_fwd_kernel, planes_bwd_kernel, planes_fwd_kernel
+from fdora.triton.kernels.compose import (
+    compose_bwd_kernel,
+    compose_fwd_kernel,
+    planes_bwd_kernel,
+    planes_fwd_kernel,
+    slots_kernel,
+)
 from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
 
 TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
+SLOTS = {"BLOCK_M": 2, "BLOCK_N": 1024}
 BWD = {"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}
 POINTS, STRIP = 512, 4096  # of a plane: in a block, and in what one program of backward sums
 
@@ -77,6 +87,19 @@ def plan_compose_backward(
     for partial, total in zip(partials, out[2:], strict=True):
         if partial is not None and total is not None:
             column_sums(plan, partial, total)
+
+
+@maker("scale_slots", "matrix matrix vector vector vector")
+def plan_slots(plan: Builder, z: Array, g: Array, slots: Array, holds: Array, bias: Array | None) -> None:
+    plan.path = "one pass, in place, over the tokens of DoRA adapters"
+    sizes = {"M": z.shape[0], "N": z.shape[1], "S": g.shape[0]}
+    plan.launch(slots_kernel, "M N", {"z": z, "g": g, "slots": slots, "holds": holds, "bias": bias} | sizes | TILE)
+
+
+def scale_slots(z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None) -> None:
+    """In place; the elements of a row of z and of g next to each other."""
+    given = (z, g, slots, holds, bias)
+    run(plan_for(plan_slots, given), given)
 
 
 def _planes(shape: tuple[int, ...]) -> tuple[dict[str, int], int, int]:

@@ -429,6 +429,14 @@ def calls_around_experts(M, N, dtype):
         yield experts.plan_gated_bwd, [rows, alike(M, 2 * N, dtype=dtype)], (act,)
 
 
+def calls_of_slots(M, N, dtype):
+    from fdora.triton.compose import plan_slots
+
+    tables = [alike(8, N, dtype=FP32), alike(M, dtype=torch.int64), alike(8, dtype=torch.int32)]
+    for bias in (None, alike(N, dtype=dtype)):
+        yield plan_slots, [alike(M, N, dtype=dtype), *tables, bias], ()
+
+
 def every_call():
     """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
     for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
@@ -454,6 +462,8 @@ def every_call():
     for M, dtype in ((8, BF16), (512, BF16), (512, FP32)):
         yield from calls_of_groups(M, 1024, 512, 16, dtype)
     yield from calls_of_groups(70, 137, 70, 5, FP16)
+    for M, N, dtype in ((1, 4096, BF16), (8192, 4096, BF16), (5, 137, FP32)):
+        yield from calls_of_slots(M, N, dtype)
     for r, (dtype, adapter) in product((8, 64, 384), ((BF16, None), (BF16, FP32), (FP32, None), (FP32, BF16))):
         yield from calls_of_weights(1024, 2048, r, dtype, adapter)
     yield from calls_of_weights(137, 70, 20, FP16, FP32)

@@ -119,3 +119,25 @@ def planes_bwd_kernel(
     strips = tl.cdiv(P, STRIP) if FLAT else tl.num_programs(1)
     at = ((m // N).to(tl.int64) * strips + strip) * N + m % N
     _store_sums(sums, partial_g, partial_bias, at, m < rows)
+
+
+@triton.jit(launch_metadata=launched)
+def slots_kernel(
+    z, g,  # (M, N), (S, N)
+    slots, holds, bias,  # (M,), (S,), (N,)
+    M, N, S, stride_z, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """In place, by the slot of each token. A tile whose tokens have no DoRA reads their slots and nothing else."""
+    m, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
+    slot = tl.load(slots + m, mask=m < M, other=-1)
+    known = (slot >= 0) & (slot < S)
+    dora = known & (tl.load(holds + slot, mask=known, other=0) != 0)
+    if tl.max(dora.to(tl.int32), axis=0) > 0:
+        mask = within(m, n, M, N) & dora[:, None]
+        gn = tl.load(addresses(Matrix(g, stride_g, None), slot, n), mask=mask, other=1.0)
+        at = addresses(Matrix(z, stride_z, None), m, n)
+        v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        b = 0.0
+        if bias is not None:
+            b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(at, (gn * (v - b) + b).to(z.dtype.element_ty), mask=mask & (gn != 1))
