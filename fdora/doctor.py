@@ -123,7 +123,7 @@ def serving() -> str:
         return "not installed"
     group, allowed = "vllm.general_plugins", os.environ.get("VLLM_PLUGINS")
     if not any(each.name == "fdora" for each in entry_points(group=group)):
-        return f"does not serve DoRA: fdora is no installed package here that {group} names (pip install fdora)"
+        return f"does not serve DoRA: fdora is no installed package here that {group} names (pip install path/to/fdora)"
     if allowed is not None and "fdora" not in allowed.split(","):
         return f"does not serve DoRA: VLLM_PLUGINS={allowed!r} leaves fdora out"
     try:

@@ -1,6 +1,6 @@
 """vLLM serves DoRA adapters beside LoRA adapters: a plug-in that it finds by itself. For vLLM 0.30 to 0.33.
 
-    pip install fdora                  # into the environment of vLLM
+    pip install path/to/fdora          # a clone, into the environment of vLLM
     vllm serve MODEL --enable-lora --lora-modules law=path/to/adapter
 
 A layer ends in one more pass, ``y = g[slot of the token] * (z - bias) + bias`` of vLLM's own z, in place. g = m / ||W + s B A||

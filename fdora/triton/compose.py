@@ -31,7 +31,6 @@ from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
 
 TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
-SLOTS = {"BLOCK_M": 2, "BLOCK_N": 1024}
 BWD = {"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}
 POINTS, STRIP = 512, 4096  # of a plane: in a block, and in what one program of backward sums
 
