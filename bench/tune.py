@@ -276,7 +276,7 @@ def space(config: type, *tiles: tuple) -> Callable[[Shape], Candidates]:
     return lambda shape: named(config, *tiles)
 
 
-DECODE = [(1, 8192, stages, 4, w, 1) for stages in (2, 3, 4) for w in (4, 8)] + [(1, 4096, 4, 4, 8, 1), (2, 4096, 4, 4, 8, 1)]
+DECODE = [(1, 8192, stages, 4, w) for stages in (2, 3, 4) for w in (4, 8)] + [(1, 4096, 4, 4, 8), (2, 4096, 4, 4, 8)]
 LOW = [
     (64, 64, 64, 4, 4),
     (64, 64, 64, 4, 6),
