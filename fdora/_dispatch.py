@@ -81,7 +81,7 @@ def choose(
         return BackendChoice(wish, f"asked for by {origin}")
     if device != "cuda":
         return BackendChoice("eager", f"the tensors are on {device}, Triton kernels need an NVIDIA or AMD GPU")
-    if dtype not in TRITON_DTYPES:
+    if dtype not in (*TRITON_DTYPES, torch.bfloat16):  # on a GPU nothing is interpreted, nor where explain asks for one
         return BackendChoice("eager", f"{dtype} has no Triton kernel")
     if obstacle or "triton" not in available:
         return BackendChoice("eager", obstacle or "this installation has no Triton kernels")
