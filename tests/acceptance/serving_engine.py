@@ -41,7 +41,9 @@ ADAPTERS = {
 SLOTS = 4
 CLIENT = """
 import sys, urllib.request as u
-u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})).read()
+answer = u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"}))
+print(answer.readline(), flush=True)
+answer.read()
 """
 
 
@@ -347,8 +349,9 @@ def http(name, dtype, work):
             error, limit = judge(folder, who, getattr(torch, dtype), asked, [complete(who, p) for p in asked])
             say(f"{who} over HTTP: a logprob is at most {error:.1e} off, limit {limit:.1e}")
         body = {"model": "law", "prompt": asked[0], "max_tokens": 40, "ignore_eos": True, "stream": True}
-        client = subprocess.Popen([sys.executable, "-c", CLIENT, f"http://127.0.0.1:{port}/v1/completions", json.dumps(body)])
-        time.sleep(0.7)
+        command = [sys.executable, "-c", CLIENT, f"http://127.0.0.1:{port}/v1/completions", json.dumps(body)]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert client.stdout.readline()  # its answer has begun
         client.send_signal(signal.SIGKILL)
         client.wait()
         for i, (words, path) in enumerate(broken(folder, work)):

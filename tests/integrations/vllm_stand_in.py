@@ -288,11 +288,15 @@ def tensor_model_parallel_all_reduce(input_):
 
 def in_parallel(size, work):
     """``work(rank)`` in a thread each; what they return."""
-    group.barrier, group.parts, found = threading.Barrier(size, timeout=30), [None] * size, [None] * size
+    group.barrier, group.parts, found = threading.Barrier(size), [None] * size, [None] * size
 
     def run(rank):
         group.rank.value = rank
-        found[rank] = work(rank)
+        try:
+            found[rank] = work(rank)
+        except BaseException:
+            group.barrier.abort()  # the others would wait
+            raise
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     [each.start() for each in threads]
