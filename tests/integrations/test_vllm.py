@@ -233,13 +233,23 @@ BAD = {
     "NaN": (set_to("a.o.lora_magnitude_vector", torch.full((K,), torch.nan)), {}, "`a.o` must be an adapter of finite numbers"),
     "magnitudes of another layer": (set_to("a.k.lora_magnitude_vector", torch.ones(5)), {}, "got (4, 16), (8, 4), (5,)."),
     "another base": (
-        lambda t: [set_to(f"a.o.{n}", v)(t) for n, v in (("lora_B.weight", torch.ones(8, 4)), ("lora_magnitude_vector", torch.ones(8)))],
+        lambda t: [
+            set_to(f"a.o.{n}", v)(t) for n, v in (("lora_B.weight", torch.ones(8, 4)), ("lora_magnitude_vector", torch.ones(8)))
+        ],
         {},
         "`a.o` must be an adapter of a weight (16, 24), got (8, 24). It belongs to another base model.",
     ),
-    "an embedding": (renamed("a.gate", "embed"), {}, "`embed` must be a linear layer, LoRA of which vLLM cuts by rows alone, got VocabParallel"),
-    "no such layer": (renamed("a.gate", "a.other"), {}, "`a.other` must be a linear layer that this server adapts, got none of that name."),
-}  # fmt: skip
+    "an embedding": (
+        renamed("a.gate", "embed"),
+        {},
+        "`embed` must be a linear layer, LoRA of which vLLM cuts by rows alone, got VocabParallel",
+    ),
+    "no such layer": (
+        renamed("a.gate", "a.other"),
+        {},
+        "`a.other` must be a linear layer that this server adapts, got none of that name.",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", BAD)
