@@ -181,6 +181,7 @@ KERNELS = (
     "choose",
     "compose_bwd",
     "compose_fwd",
+    "slots",
     "by_g",
     "copy",
     "drop",

@@ -4,7 +4,7 @@ import torch
 
 from fdora.functional import dora_compose
 from tests import device
-from tests.triton.marks import needs_gpu, needs_kernels
+from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
 

@@ -499,6 +499,7 @@ def calls_of_many_rows(M):
         yield from calls_of_multi(M, 64, 64, r, 4, dtype)
         yield from calls_of_experts(M, 64, 64, r, 4, dtype)
         yield from calls_of_weights(M, 64, r, dtype)
+        yield from calls_of_slots(M, 64, dtype)
         yield from calls_of_norm_gradients(M, 64, r, dtype, dtype)
         for T, V in ((M, 512), (512, M)):
             yield from calls_of_embeddings(T, V, 64, r, dtype)

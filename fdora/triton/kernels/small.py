@@ -68,8 +68,8 @@ def low_rank_term(
                 at = h.p + tl.expand_dims(t, 1 - ACROSS) * h.row + tl.expand_dims(r0 + r, ACROSS)
                 tl.store(at, ht, mask=mask_h)
         if dA is not None:  # the columns of u = x that belong to this program
-            v = tl.dot(ht if ACROSS else tl.trans(ht), loaded(u, t, n, M, N))
-            at = addresses(Matrix(dA, N, None), r0 + r, n)
+            ut, at = loaded(u, t, n, M, N), addresses(Matrix(dA, N, None), r0 + r, n)  # later, sm_100 spills an address
+            v = tl.dot(ht if ACROSS else tl.trans(ht), ut)
             tl.store(at, v.to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
         bt = slab(b, n, r0 + r, N, R, ACROSS) if ahead is None else ahead
         acc = tl.dot(bt.to(dtype), ht, acc) if ACROSS else tl.dot(ht, bt.to(dtype), acc)
