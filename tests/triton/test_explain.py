@@ -19,7 +19,7 @@ from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Plan
 from tests import device
 from tests.make import tensors
-from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 H = torch.float16
 NEEDS = ("x", "A", "B", "m")
@@ -198,7 +198,7 @@ CALLS = {
     "norm given": lambda: one(layer=dict(norm=True)),
     "keep_inner": lambda: one(keep_inner=True),
     "full": lambda: one(detach=False),
-    "full, bfloat16": lambda: one(layer=dict(adapter=torch.float32), dtype=torch.bfloat16, detach=False),
+    "full, float32 adapter": lambda: one(layer=dict(adapter=torch.float32), dtype=HALF[0], detach=False),
     "a residual": lambda: one(residual=draw(80, 40)),
     "a residual, few tokens": lambda: one(M=3, residual=draw(3, 40)),
     "full, norm given": lambda: one(layer=dict(norm=True), detach=False),

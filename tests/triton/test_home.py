@@ -391,6 +391,7 @@ def more_calls():
     ends, ids = torch.tensor([4, 9], device=x.device), torch.arange(9, device=x.device) % 3
     yield dora_experts(x, codes.to(HALF), *bank, s=S, offsets=ends, backend="triton")
     yield dora_embedding(ids, W, B.T.requires_grad_(), A.T, m[:80], s=S, sparse=True, backend="triton")
+    yield torch.ops.fdora.norm_backward(m, W, A, B, m, S, [True, True])  # a call reaches it with a bfloat16 W
     yield torch.ops.fdora.model_norms([W, W.T], [A, B.T], [B, A.T], [S, 2 * S])
     kept = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
     yield torch.ops.fdora.row_norms_kept([W] * 2, [A] * 2, [B] * 2, [S] * 2, *zip(kept, kept, strict=True))
