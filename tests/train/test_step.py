@@ -1,5 +1,6 @@
 """Adapters trained together are adapters trained alone."""
 
+import json
 import math
 
 import optree
@@ -185,6 +186,13 @@ def test_files_that_are_refused(tmp_path):
         safetensors.save_file({"weight": torch.zeros(2)}, tmp_path / name / "training.safetensors")
         with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got no counters in"):
             load(tmp_path / name.partition("/")[0], state, make.JOBS)
+    tensors = safetensors.load_file(tmp_path / "training.safetensors")
+    good = {"jobs": [job.name for job in make.JOBS], "steps": [0] * 3, "position": 0}
+    for damaged in ([], {}, good | {"steps": [0]}, good | {"jobs": 3}, good | {"jobs": ["law"], "steps": [0]}, good | {"position": ""}):
+        (tmp_path / "damaged").mkdir(exist_ok=True)
+        safetensors.save_file(tensors, tmp_path / "damaged/training.safetensors", {"fdora": json.dumps(damaged)})
+        with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got damaged counters in"):
+            load(tmp_path / "damaged", state, make.JOBS)
     fewer = start(base)
     del fewer.params["head"]
     with pytest.raises(FdoraError, match="another set of tensors"):

@@ -149,7 +149,7 @@ def test_two_forwards_before_their_backwards():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpointing(reentrant, norms):
     """Of the whole model, and of its blocks; the latter's recomputation runs the same graphs as their forward."""
-    model = made()
+    model = made(layers=1)
     model.train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -242,9 +242,9 @@ def test_a_graph_break_between_q_and_v():
 @pytest.mark.parametrize("fuse", [False, True])
 def test_token_counts_that_change(fuse, dynamic):
     """One more graph at most for all lengths after the first."""
-    model, graphs = made(fuse=fuse), Graphs()
+    model, graphs = made(fuse=fuse, layers=1), Graphs()
     compiled = torch.compile(model, backend=graphs.backend, fullgraph=True, dynamic=dynamic)
-    for number, tokens in enumerate((12, 20, 33, 7, 40)):
+    for number, tokens in enumerate((12, 20, 33, 7)):
         x = ids(tokens)
         assert_close(step(compiled, model, x), step(model, model, x))
         if number == 1:
@@ -254,7 +254,7 @@ def test_token_counts_that_change(fuse, dynamic):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_inference_and_dropout(dropout):
-    model = made(lora_dropout=dropout)
+    model = made(layers=1, lora_dropout=dropout)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for context in (torch.no_grad, torch.inference_mode):
         with context():

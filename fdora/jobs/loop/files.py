@@ -89,7 +89,15 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         text = (file.metadata() or {}).get(ABOUT)
         if text is None:
             raise _foreign(path)
-        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(text)  # noqa: SIM118
+        tensors, about = {key: file.get_tensor(key) for key in file.keys()}, json.loads(text)  # noqa: SIM118
+    try:
+        rows = {len(about["jobs"]), len(about["steps"]), *(t.shape[0] for t in tensors.values())}
+        damaged = len(rows) > 1 or not all(type(n) is int for n in (*about["steps"], about["position"]))
+    except (IndexError, KeyError, TypeError):
+        damaged = True
+    if damaged:
+        raise fail("jobs.loop.load", "folder", "what save wrote", f"damaged counters in {path}", "Load an older copy.")
+    return tensors, about
 
 
 def _read_each(folder: str | Path, jobs: Sequence[Job]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -92,6 +92,7 @@ def pack_all(rounds: list[list[Sample]], spec: Spec) -> list[Packing]:
         return done
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[Packing], int] = {}
+        bar = iter(progress(list(open_), "packings"))
         while open_ or running:
             while open_ and len(running) < workers and end > time.monotonic():
                 n = open_.pop(0)
@@ -100,6 +101,7 @@ def pack_all(rounds: list[list[Sample]], spec: Spec) -> list[Packing]:
                 break
             for each in wait(running, return_when=FIRST_COMPLETED).done:
                 done[running.pop(each)] = each.result()
+                next(bar)
     return done
 
 
