@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from bench import ways
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
-from bench.duels import how
 from bench.records import names, result
-from bench.ways import NAMES, RIVALS
+from bench.ways import NAMES
 
 COLOURS = ways.COLOURS | {"frozen": "0.7", "bare": "0.45", "float32": "0.8"}
 COLOURS |= {"fdora - peft": "black", "peft - float32": COLOURS["peft"], "fdora - float32": COLOURS["fdora"]}
@@ -26,12 +25,6 @@ class Figure(NamedTuple):
 
     panels: Callable[[], list]
     paint: Callable[[Any, Any], None]
-
-
-def over_fdora(pairs: dict[str, float], way: str) -> float | None:
-    """The way's time over fdora's, where it was compared."""
-    floor = pairs.get(f"fdora/{way}")
-    return 1 / floor if floor else pairs.get(f"{way}/fdora")
 
 
 def described(where: dict) -> str:
@@ -54,22 +47,6 @@ def converged() -> dict[tuple[str, str], list[dict]]:
 def on(file: str) -> list[str]:
     """This file of each machine that has a GPU."""
     return [name for name in names(file) if name.endswith(f"/{file}") and "gpu" in result(name)["about"]]
-
-
-def speedup(axes, name: str) -> None:
-    """Geometric means of layer_quick: one group per rival, one bar per mode."""
-    modes = result(name)["summary"]["geometric_means"]
-    rivals = [rival for rival in RIVALS if any(over_fdora(pairs, rival) for pairs in modes.values())]
-    for i, (mode, pairs) in enumerate(modes.items()):
-        values = {k + 0.2 * (i - 1.5): value for k, rival in enumerate(rivals) if (value := over_fdora(pairs, rival))}
-        bars = axes.barh(list(values), list(values.values()), 0.2, label=mode)
-        axes.bar_label(bars, fmt="%.2f", fontsize=6)
-    axes.set_yticks(range(len(rivals)), [NAMES[rival] for rival in rivals])
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time over fdora's; one layer, mean of 12 cases, bf16, {machine(name)}")
-    axes.legend(fontsize=7)
-    axes.figure.set_figheight(max(axes.figure.get_figheight(), 1 + 0.45 * len(rivals)))
 
 
 def machine(name: str) -> str:
@@ -111,36 +88,6 @@ def roofline(axes, name: str) -> None:
 def measured(sweep: str | None) -> list[str]:
     """Files of bench.model that vary this size, or none."""
     return [name for name in names("model_") if result(name).get("sweep", {}).get("over") == sweep]
-
-
-def model_panels() -> list[tuple[str, str]]:
-    machines = dict.fromkeys(machine(name) for name in measured(None))
-    return [(each, mode) for each in machines for mode in ("gradient", "step_8")]
-
-
-def models(axes, panel: tuple[str, str]) -> None:
-    """One group per model, adapter and compilation, whichever files they come from; shares of LoRA's time."""
-    where, mode = panel
-    cases: dict[str, dict[str, float]] = {}
-    for name in measured(None):
-        found = result(name)
-        for row in found["rows"]:
-            if (machine(name), row["mode"]) == panel:
-                label = f"{found['model']}, {row['layers']} layers\n{how(row)}, {row['adapter']} adapters"
-                label += f", dropout {row['dropout']}" if row.get("dropout") else ""
-                cases.setdefault(label, {})[row["way"]] = row["ms"]
-    for i, (way, label) in enumerate(
-        {"peft_dora": "PEFT's DoRA", "peft_fdora_fused": "fdora", "peft_fdora": "fuse=False"}.items()
-    ):
-        values = [case.get(way, math.nan) / case.get("peft_lora", math.nan) for case in cases.values()]
-        bars = axes.barh([k + 0.27 * (i - 1) for k in range(len(cases))], values, 0.27, label=label, color=COLOURS[way])
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
-    axes.set_ylim(len(cases) - 0.5, -0.5)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time, LoRA = 1, lower is better; {mode}, {where}")
-    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
-    axes.figure.set_figheight(max(axes.figure.get_figheight(), 1 + 0.6 * len(cases)))
 
 
 def sweep_panels(size: str) -> list[tuple[str, str]]:
@@ -198,10 +145,8 @@ def losses(axes, panel: tuple) -> None:
 
 
 FIGURES = {
-    "speedup": Figure(partial(on, "layer_quick"), speedup),
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
-    "models": Figure(model_panels, models),
     **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SWEPT},
     "losses": Figure(loss_panels, losses),
 }

@@ -22,7 +22,7 @@ from bench import converge, diffusion, issue_time, model, quant, quant_model, re
 from bench.all import TABLE
 from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
-from bench.figures import FIGURES, SWEPT, converged, described, draw, over_fdora
+from bench.figures import FIGURES, SWEPT, converged, described, draw
 from bench.records import names, result
 from bench.table import pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS
@@ -359,6 +359,12 @@ def host(machine: str) -> str:
     ).format_map({row["way"]: row for row in result(f"{machine}/host")["rows"]})
 
 
+def over_fdora(pairs: dict[str, float], way: str) -> float | None:
+    """The way's time over fdora's, where it was compared."""
+    floor = pairs.get(f"fdora/{way}")
+    return 1 / floor if floor else pairs.get(f"{way}/fdora")
+
+
 def means() -> str:
     """Geometric means over the cases of each file: the rival's time over fdora's. A column for each way that one knows."""
     known = {way for name in names("layer_") for row in result(name)["rows"] for way in row["ms"]}
@@ -377,8 +383,7 @@ def not_run(failed: dict) -> list[str]:
 
 
 def models() -> list[str]:
-    parts = [figure("models", "Time as a share of LoRA's")]
-    parts += [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT]
+    parts = [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT]
     for name in names("model_"):
         found = result(name)
         parts += [f"### {name}: {found['model']}", model.markdown(found), *not_run(found.get("failed", {}))]
@@ -613,8 +618,7 @@ def unseen() -> list[str]:
 
 def layer_section() -> list[str]:
     said = "The other's time over fdora's, geometric means (above 1: fdora is faster)."
-    speedup, rank = figure("speedup", "The rivals' time over fdora's"), figure("rank", "Time against the rank")
-    return [said, speedup, means(), rank, LAYER, one_layer()]
+    return [said, means(), figure("rank", "Time against the rank"), LAYER, one_layer()]
 
 
 # A section: how the names of its runs begin (it stands where there are some), and what writes it.

@@ -593,7 +593,7 @@ def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     for gpu in ("h100", "h200"):
         made_up(elsewhere, gpu)
     panels = {name: each.panels() for name, each in figures.FIGURES.items()}
-    counts = {"speedup": 2, "rank": 2, "roofline": 2, "models": 4, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
+    counts = {"rank": 2, "roofline": 2, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
     assert {name: len(each) for name, each in panels.items()} == counts
     assert panels["roofline"] == ["h100/norm_forms", "h200/norm_forms"]  # a CPU has no roof
     (label, what, every, curves) = panels["losses"][1]
@@ -613,17 +613,13 @@ def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     )
 
 
-def test_bars_and_lines_are_the_measurements(elsewhere):
+def test_lines_are_the_measurements(elsewhere):
     from matplotlib import pyplot
 
     from bench import figures
 
     made_up(elsewhere, "h100")
     picture, axes = pyplot.subplots()
-    figures.models(axes, ("H100", "step_8"))
-    stock, fused, ours = (bar.get_width() for bar in axes.patches)
-    assert (stock, ours) == (4, 2.5) and fused != fused  # nothing is fused
-    axes.clear()
     figures.sweep(axes, ("h100/model_qwen3_sweep_S", "ms"))
     lines = {(line.get_linestyle(), line.get_color(), *map(tuple, line.get_data())) for line in axes.lines}
     pyplot.close(picture)

@@ -188,10 +188,19 @@ def test_files_that_are_refused(tmp_path):
             load(tmp_path / name.partition("/")[0], state, make.JOBS)
     tensors = safetensors.load_file(tmp_path / "training.safetensors")
     good = {"jobs": [job.name for job in make.JOBS], "steps": [0] * 3, "position": 0}
-    for damaged in ([], {}, good | {"steps": [0]}, good | {"jobs": 3}, good | {"jobs": ["law"], "steps": [0]}, good | {"position": ""}):
+    for damaged in (
+        [],
+        {},
+        good | {"steps": [0]},
+        good | {"jobs": 3},
+        good | {"jobs": ["law"], "steps": [0]},
+        good | {"position": ""},
+    ):
         (tmp_path / "damaged").mkdir(exist_ok=True)
         safetensors.save_file(tensors, tmp_path / "damaged/training.safetensors", {"fdora": json.dumps(damaged)})
-        with pytest.raises(FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got damaged counters in"):
+        with pytest.raises(
+            FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got damaged counters in"
+        ):
             load(tmp_path / "damaged", state, make.JOBS)
     fewer = start(base)
     del fewer.params["head"]
