@@ -152,11 +152,20 @@ TRAIN = {
     "init_state": "(params, jobs, keep=None)",
     "load": "(folder, like, jobs, keep=None)",
     "run_pipeline": "(state, works, data, *, stages, wire, jobs, links, clock=None)",
-    "save": "(folder, state, jobs)",
+    "read_notes": "(folder)",
+    "save": "(folder, state, jobs, notes=None)",
     "select_state": "(state, names)",
     "replica_step": "(state, works, data, *, model, jobs, group=None, donate=False)",
     "train_step": "(state, work, data, *, model, jobs, donate=False)",
     "works_of": "(schedule)",
+}
+
+
+CAUSAL = {
+    "Step": "(name, step, steps, loss, rate, evaluation=None)",
+    "TrainJob": "(job, data, batch=8, epochs=1, steps=None, seed=None, evaluation=None, evaluate=0)",
+    "Trained": "(losses, evaluations)",
+    "train": "(model, jobs, *, capacity, folder=None, every=100, on_step=None)",
 }
 
 
@@ -168,10 +177,12 @@ MODULES = {
     "jobs.schedule": SCHEDULE,
     "jobs.plan": {"Setup": None} | PLAN,
     "jobs.loop": TRAIN,
+    "jobs.causal": CAUSAL,
 }
 DESCRIBED = {
     "functional": "dora_",
     "quant": "",
+    "jobs.causal": "",
 }  # whose functions, by how their names begin, have every part in their docstring
 EVERY = [(module, name) for module, names in MODULES.items() for name in names]
 
@@ -188,6 +199,9 @@ def test_names():
     assert all(getattr(fdora, name) is getattr(F, name) for name in F.__all__)
     with pytest.raises(AttributeError, match="module 'fdora' has no attribute 'dora_all'"):
         fdora.dora_all
+    assert all(getattr(public("jobs"), name) is getattr(public("jobs.causal"), name) for name in ("train", "TrainJob"))
+    with pytest.raises(AttributeError, match=r"module 'fdora\.jobs' has no attribute 'trains'"):
+        public("jobs").trains
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, name in EVERY if MODULES[module][name]])

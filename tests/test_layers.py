@@ -41,7 +41,7 @@ MAY = {
     "eager": {"_records", "_torch", "quant"},
     "triton": {"_norm_cache", "_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
     "quant": {"_check", "_recording", "_torch"},  # a value that all of them carry; it knows no vendor's package
-    "jobs": set(),
+    "jobs": {"jobs.causal"},
     "jobs.schedule": {"_check", "_command"},  # lengths in, microbatches out: it knows no tensor
     "jobs.plan": {
         "_check",
@@ -56,6 +56,14 @@ MAY = {
         "jobs.schedule",
         "convert",
     },  # knows no layer: a model is a function; of convert it has how files are written
+    "jobs.causal": {
+        "_check",
+        "_command",
+        "functional",
+        "integrations",
+        "jobs.schedule",
+        "jobs.loop",
+    },  # where adapters in a model meet schedule and loop
     **{moved: set() for moved in ("schedule", "plan", "train")},  # say in one sentence where they went
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},
@@ -91,6 +99,7 @@ FOREIGN = {
     "convert": {"torch", "safetensors"},
     "_command": {"tqdm"},
     "jobs.loop": {"torch", "optree", "safetensors"},
+    "jobs.causal": {"torch", "peft"},
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "jobs.schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known. pydantic: of Axolotl, whose plugins declare their
@@ -231,6 +240,7 @@ def test_no_arrow_points_up():
         ("jobs.schedule", "from fdora.jobs import plan"),
         ("jobs.loop", "from fdora.triton import linear"),
         ("jobs.plan", "from fdora.schedule import simulate"),
+        ("jobs.loop", "from fdora.jobs.causal import train"),
         ("functional", "from fdora.jobs.schedule import schedule"),
     ],
 )

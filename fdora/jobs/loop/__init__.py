@@ -4,7 +4,7 @@ Functions of values: a state goes in, a state comes out. The engine knows nothin
 of tensors with a row for each adapter, such as the banks of :func:`fdora.functional.dora_stack`: see docs/training-many.md.
 """
 
-from fdora.jobs.loop.files import load, save
+from fdora.jobs.loop.files import load, read_notes, save
 from fdora.jobs.loop.pipeline import Ran, Stage, gather_state, run_pipeline
 from fdora.jobs.loop.records import Job, State, Work, init_state, select_state, works_of
 from fdora.jobs.loop.replicas import replica_step
@@ -24,6 +24,7 @@ __all__ = [
     "gather_state",
     "init_state",
     "load",
+    "read_notes",
     "replica_step",
     "run_pipeline",
     "save",

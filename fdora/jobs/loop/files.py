@@ -21,10 +21,11 @@ from fdora.jobs.loop.records import TREES, Job, Params, State, check_names, kept
 FILE, ABOUT = "training.safetensors", "fdora"
 
 
-def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
+def save(folder: str | Path, state: State, jobs: Sequence[Job], notes: Any = None) -> None:
     """Write each adapter's parameters, moments, gradients so far and counters. Needs safetensors.
 
-    A kill at any moment leaves the state that was there, or this one.
+    A kill at any moment leaves the state that was there, or this one. ``notes``, anything that JSON holds, is in the same file
+    for :func:`read_notes`.
 
     Raises:
       FdoraError: the folder cannot be written, or there is not one job for each adapter. What was there is unchanged.
@@ -37,7 +38,7 @@ def save(folder: str | Path, state: State, jobs: Sequence[Job]) -> None:
     with writable(Path(folder)):
         make_folder(Path(folder))
     tensors = {f"{part}/{key}": t for part in TREES for key, t in flat(getattr(state, part)).items()}
-    about = {"jobs": names, "steps": state.steps, "position": state.position}
+    about = {"jobs": names, "steps": state.steps, "position": state.position, "notes": notes}
     write_file(Path(folder) / FILE, tensors, {ABOUT: json.dumps(about)})
 
 
@@ -80,6 +81,22 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
         parts[part] = optree.tree_unflatten(optree.tree_structure(getattr(like, part)), leaves)
     steps = tuple(about["steps"][row] for row in rows)
     return State(**parts, kept=kept_of(keep, parts["params"]), steps=steps, position=about["position"])
+
+
+def read_notes(folder: str | Path) -> Any:
+    """The ``notes`` of :func:`save`; None where there are none, or no file.
+
+    Raises:
+      FdoraError: the file is damaged.
+    """
+    from safetensors import safe_open
+
+    path = Path(folder) / FILE
+    with readable("jobs.loop.read_notes", path):
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            return json.loads((file.metadata() or {}).get(ABOUT, "{}")).get("notes")
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -1,0 +1,167 @@
+"""A bank in the place of each adapted layer: of layers in general, and of those of a PEFT model, which then runs itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fdora._check import fail
+from fdora.functional import DoraParams, dora_linear_multi, dora_norm
+from fdora.jobs.causal.data import Packed
+from fdora.jobs.causal.records import FN
+
+
+class Layer(NamedTuple):
+    """A frozen linear layer with G adapters: all but their parameters."""
+
+    W: Tensor
+    s: Tensor | Sequence[float]
+    ranks: Sequence[int]
+    bias: Tensor | None = None
+    dora: Tensor | None = None
+    """(G, 1) bool: which adapters have a magnitude, where not all are alike."""
+
+
+def norms_of(layers: Mapping[str, Layer], params: Mapping[str, DoraParams]) -> dict[str, Tensor | None]:
+    """What :func:`adapted` wants of each layer, once for each optimizer step."""
+    return {name: norm_of(layer, params[name]) for name, layer in layers.items()}
+
+
+def norm_of(layer: Layer, params: DoraParams) -> Tensor | None:
+    if params.m is None:
+        return None
+    c = dora_norm(layer.W, params.A, params.B, s=layer.s)
+    return c if layer.dora is None else torch.where(layer.dora, c, 1.0)
+
+
+def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor, x: Tensor) -> Tensor:
+    """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient."""
+    A, B, m = params
+    m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
+    return dora_linear_multi(x, layer.W, A, B, m, s=layer.s, offsets=ends, norm=norm, bias=layer.bias, ranks=layer.ranks)
+
+
+def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[str, Any]]:
+    """The layers that have one of these adapters, and their banks, with a row for each name.
+
+    An adapter that a layer lacks is a row of zeros, A and B: nothing is added, and no gradient moves it.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    from fdora.integrations.peft import read_banks
+
+    if not isinstance(model, PeftModel):
+        remedy = "Make it with get_peft_model and add_adapter."
+        raise fail(FN, "model", "a PeftModel with the adapters of all jobs", f"a {type(model).__name__}", remedy)
+    check_rest(model, names)
+    banks, layers = read_banks(model, names), {}
+    for name in names:
+        found = len(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+        held = sum(2 + bank.dora[bank.adapters.index(name)] for bank in banks.values() if name in bank.adapters)
+        if found != held:
+            remedy = "Embeddings, convolutions, biases and modules_to_save are trained one adapter after the other."
+            raise fail(FN, "model", f"such that {name!r} adapts linear layers alone", f"{found - held} other tensors", remedy)
+    for path, bank in banks.items():
+        layer = model.get_submodule(path)
+        base = layer.get_base_layer()
+        if type(base) is not nn.Linear:
+            remedy = "Above quantised and other layers train one adapter after the other."
+            raise fail(FN, "model", f"with a plain nn.Linear below `{path}`", f"a {type(base).__name__}", remedy)
+        rows = [names.index(name) for name in bank.adapters]
+        params = DoraParams(*(None if t is None else spread(rows, len(names), t) for t in bank.params))
+        own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, strict=True), strict=True))
+        s, ranks, dora = zip(*(own.get(row, (1.0, 1, False)) for row in range(len(names))), strict=True)
+        W, bias = base.weight, base.bias
+        which = None if params.m is None or all(dora) else torch.tensor(dora, device=W.device)[:, None]
+        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, bias, which)
+        banks[path] = bank._replace(params=params)
+    return layers, banks
+
+
+def spread(rows: Sequence[int], count: int, t: Tensor) -> Tensor:
+    """The rows of t as these of ``count``; zeros elsewhere."""
+    return t.new_zeros(count, *t.shape[1:]).index_copy(0, torch.tensor(rows, device=t.device), t)
+
+
+def check_rest(model: Any, names: Sequence[str]) -> None:
+    """Nothing beside the adapters learns, nothing is drawn, and base weights are those of the base."""
+    for path, p in model.named_parameters():
+        if p.requires_grad and ".lora_" not in path:
+            raise fail(FN, "model", "frozen but for its adapters", f"`{path}` with requires_grad=True", "Freeze it.")
+    for path, module in model.named_modules():
+        if getattr(module, "merged", False):
+            raise fail(FN, "model", "without merged adapters", f"some in `{path}`", "Call model.unmerge_adapter().")
+        own = path.rpartition(".")[2] in names or ".lora_dropout." not in path
+        p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
+        if own and p:
+            remedy = "Set it to 0: adapters in one microbatch cannot have a ratio each."
+            raise fail(FN, "model", "without dropout", f"{p} at `{path}`", remedy)
+
+
+Logits = Callable[[Mapping[str, DoraParams], Mapping[str, Any], Packed], Tensor]
+
+
+@contextmanager
+def running(model: Any, layers: Mapping[str, Layer]) -> Iterator[Logits]:
+    """``logits(params, norms, packed)``, at ``packed.at``. The model's layers are these until the end: backward may run them
+    again (activation checkpointing). What stood in their places comes back.
+    """
+    inner, now, ran = model.get_base_model(), list[Any](), set[str]()
+    wanted = {"input_ids", "position_ids", "use_cache", "logits_to_keep"}
+    if not wanted <= inspect.signature(inner.forward).parameters.keys():
+        raise unknown(inner, f"lacks arguments among {sorted(wanted)}")
+
+    def run(path: str, x: Tensor) -> Tensor:
+        params, norms, ends = now
+        ran.add(path)
+        return adapted(layers[path], params[path], norms[path], ends, x)
+
+    def logits(params: Mapping[str, DoraParams], norms: Mapping[str, Any], packed: Packed) -> Tensor:
+        now[:] = params, norms, packed.ends
+        given = {"position_ids": packed.places[None], "use_cache": False, "logits_to_keep": packed.at}
+        found: Tensor = inner(input_ids=packed.ids[None], **given).logits[0]
+        if len(ran) < len(layers):
+            asleep = next(path for path in layers if path not in ran)
+            remedy = "Restore what runs its blocks in another way."
+            raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
+        return found
+
+    modules = [model.get_submodule(path) for path in layers]
+    before = [module.__dict__.get("forward") for module in modules]
+    learning = [p for p in model.parameters() if p.requires_grad]
+    try:
+        with model.disable_adapter():  # where an adapter that is not trained is active, the base alone runs
+            for path, module in zip(layers, modules, strict=True):
+                module.forward = partial(run, path)
+            yield logits
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+        model.requires_grad_(False)
+        for p in learning:
+            p.requires_grad_(True)
+
+
+@torch.no_grad()
+def check_apart(model: Any, logits: Logits, params: Mapping[str, DoraParams], norms: Mapping[str, Any], ends: Tensor) -> None:
+    """Of three packed samples the second is turned round and the last token another: nothing else before them may
+    feel it. ``ends``: of nine tokens."""
+    ids = torch.arange(9, device=ends.device)
+    packed = Packed(ids, ids % 3, ids[[0, 1, 2, 6, 7]], ids, (), ends)
+    here, there = (logits(params, norms, packed._replace(ids=each)) for each in (ids, ids[[0, 1, 2, 5, 4, 3, 6, 7, 0]]))
+    if not torch.equal(here, there):
+        raise unknown(model.get_base_model(), "lets packed samples, or earlier tokens, see more than they may")
+
+
+def unknown(model: Any, why: str) -> Exception:
+    want = "a causal model of transformers such as Llama, Qwen3, Gemma 3 or Mistral, whose position_ids part packed samples"
+    remedy = "Take a newer transformers or attn_implementation='sdpa', or train one adapter after the other."
+    return fail(FN, "model", want, f"a {type(model).__name__}, which {why}", remedy)

@@ -1,0 +1,133 @@
+"""Samples: their order, their lengths, and a microbatch of them as tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdora._check import check_positive, fail
+from fdora._command import progress
+from fdora.jobs.causal.records import FN, TrainJob
+from fdora.jobs.loop import Job, Work, works_of
+from fdora.jobs.loop.step import on
+from fdora.jobs.schedule import Spec, schedule, segment_ends, to_json
+
+IGNORED = -100
+
+
+class Packed(NamedTuple):
+    """A microbatch of M tokens, L of which are followed by one that counts."""
+
+    ids: Tensor  # (M,)
+    places: Tensor  # (M,): of each token in its sample
+    at: Tensor  # (L,): tokens whose logits are wanted
+    labels: Tensor  # (L,)
+    counts: tuple[int, ...]  # labels of each sample
+    ends: Tensor  # (G,): of each adapter's tokens
+
+
+class Read(NamedTuple):
+    """A data set, and what reading it once found of the samples that are wanted."""
+
+    arg: str
+    data: Any
+    tokens: dict[int, int]
+    labels: dict[int, int]
+
+
+class Course(NamedTuple):
+    """Microbatches, and where their samples are."""
+
+    reads: Sequence[Read]  # [adapter]
+    orders: Sequence[Sequence[Sequence[int]]]  # [adapter][batch][number]: which sample
+    works: tuple[Work, ...]
+    mark: str  # another one for another schedule
+
+
+def check_job(arg: str, each: Any) -> None:
+    if not isinstance(each, TrainJob) or not isinstance(each.job, Job):
+        have = f"a {type(each).__name__}"
+        raise fail(FN, arg, "a TrainJob", have, 'Write TrainJob(Job("adapter", 2e-4), data).')
+    check_data(f"{arg}.data", each.data)
+    if each.evaluation is not None:
+        check_data(f"{arg}.evaluation", each.evaluation)
+    for field in ("batch", "epochs", "steps"):
+        if field != "steps" or each.steps is not None:
+            check_positive(FN, f"{arg}.{field}", getattr(each, field), "It counts samples, epochs or optimizer steps.")
+
+
+def order_of(each: TrainJob) -> list[list[int]]:
+    """[batch][number]: which sample."""
+    count, found = len(each.data), list[list[int]]()
+    of_epoch = -(-count // each.batch)
+    wanted = of_epoch * each.epochs if each.steps is None else each.steps
+    for epoch in range(-(-wanted // of_epoch)):
+        order = list(range(count))
+        if each.seed is not None:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(each.seed + epoch)).tolist()
+        found += [order[i : i + each.batch] for i in range(0, count, each.batch)]
+    return found[:wanted]
+
+
+def read(arg: str, data: Any, wanted: Iterable[int], name: str) -> Read:
+    tokens, labels = dict[int, int](), dict[int, int]()
+    for i in progress(sorted(set(wanted)), f"lengths of {name}"):
+        ids, counted = sample_of(f"{arg}[{i}]", data[i])
+        tokens[i], labels[i] = len(ids), int((counted[1:] != IGNORED).sum())
+    return Read(arg, data, tokens, labels)
+
+
+def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], capacity: int) -> Course:
+    """The schedule of these samples. The loss of each is a sum over its labels, so its weight is 1 / labels of its batch."""
+    lengths, labels = list[list[list[int]]](), dict[tuple[int, int], int]()
+    for a, batches in enumerate(orders):
+        lengths.append([[reads[a].tokens[i] for i in batch] for batch in batches])
+        for j, batch in enumerate(batches):
+            labels[a, j] = sum(reads[a].labels[i] for i in batch)
+            if not labels[a, j]:
+                have, remedy = f"none in samples {list(batch)[:8]}", "Leave such samples out, or shuffle."
+                raise fail(FN, reads[a].arg, "such that each batch has a label", have, remedy)
+    found = schedule(lengths, Spec(capacity, seconds=0))
+    weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(found))
+    return Course(reads, orders, tuple(weighed), hashlib.sha256(to_json(found).encode()).hexdigest())
+
+
+def check_data(arg: str, data: Any) -> None:
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
+        have = "an empty one" if hasattr(data, "__len__") else f"a {type(data).__name__}"
+        raise fail(FN, arg, "a sequence of samples", have, "A list or a map-style data set; a stream has no lengths.")
+
+
+def sample_of(arg: str, sample: Any) -> tuple[Tensor, Tensor]:
+    """Its tokens and labels, (n,) each."""
+    try:
+        ids, labels = (torch.as_tensor(sample[part]).long() for part in ("input_ids", "labels"))
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        want = 'a sample with "input_ids" and "labels", numbers'
+        raise fail(FN, arg, want, f"{type(error).__name__}: {error}", "Tokenize the data set first.") from None
+    if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
+        have = f"{tuple(ids.shape)} and {tuple(labels.shape)}"
+        raise fail(FN, arg, "of (n,) input_ids and (n,) labels, n > 0", have, "There is a label for each token.")
+    return ids, labels
+
+
+def pack(course: Course, work: Work, device: torch.device) -> Packed:
+    """Samples one behind the other. A token's label is the one after it, in the same sample."""
+    start, parts = 0, []
+    for a, batch, number, _ in work.samples:
+        found, i = course.reads[a], course.orders[a][batch][number]
+        arg = f"{found.arg}[{i}]"
+        ids, labels = sample_of(arg, found.data[i])
+        at = (labels[1:] != IGNORED).nonzero()[:, 0]
+        if (len(ids), len(at)) != (found.tokens[i], found.labels[i]):
+            have = f"{len(ids)} tokens and {len(at)} labels, before {found.tokens[i]} and {found.labels[i]}"
+            raise fail(FN, arg, "the same whenever it is read", have, "The schedule rests on it: draw samples beforehand.")
+        parts.append((ids, torch.arange(len(ids)), at + start, labels[1:][at]))
+        start += len(ids)
+    ids, places, at, labels = (on(device, torch.cat(part)) for part in zip(*parts, strict=True))
+    ends = on(device, torch.tensor(segment_ends(work.samples, len(course.orders)), dtype=torch.int32))
+    return Packed(ids, places, at, labels, tuple(len(part[2]) for part in parts), ends)

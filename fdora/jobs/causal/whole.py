@@ -1,0 +1,174 @@
+"""From a model, its adapters and their data sets to trained adapters in the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fdora._check import check_positive, fail
+from fdora._command import progress
+from fdora.functional import DoraParams
+from fdora.jobs.causal.banks import Logits, check_apart, layers_of, norms_of, running
+from fdora.jobs.causal.data import Course, Packed, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
+from fdora.jobs.loop import Model, State, Work, init_state, load, read_notes, save, train_step
+from fdora.jobs.loop.files import FILE
+from fdora.jobs.loop.records import check_names
+
+logger = logging.getLogger("fdora.jobs")
+
+
+def train(
+    model: Any,
+    jobs: Sequence[TrainJob],
+    *,
+    capacity: int,
+    folder: str | Path | None = None,
+    every: int = 100,
+    on_step: Callable[[Step], Any] | None = None,
+) -> Trained:
+    """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
+
+    A batch's loss is the mean cross-entropy over its labels, as in transformers' ``Trainer``. Samples of all adapters are
+    packed into microbatches without padding; position_ids start anew in each, by which transformers keeps them apart (that they
+    are is tried first). Each step is a line of the logger "fdora.jobs". The trained parameters end in the model, so that
+    ``model.save_pretrained`` writes them; until then it is unchanged. Its mode stays: call ``model.train()`` for activation
+    checkpointing.
+
+        model = get_peft_model(base, LoraConfig(use_dora=True), adapter_name="law")
+        model.add_adapter("med", LoraConfig(r=16))
+        jobs = [TrainJob(Job("law", 2e-4), law, epochs=2), TrainJob(Job("med", 1e-4, clip=1.0), med)]
+        train(model, jobs, capacity=4096, folder="run")
+
+    Args:
+      model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
+        do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers.
+      jobs: an adapter, its data and its optimizer each.
+      capacity: the most tokens of a microbatch.
+      folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
+        the same bits on a CPU, when it is called with the same arguments and a model loaded anew.
+      every: microbatches between two checkpoints; there is one at the end.
+      on_step: is called with each :class:`Step`.
+
+    Returns:
+      The losses of all batches, those before a stop among them, and the evaluations.
+
+    Raises:
+      FdoraError: the model is of another kind, has dropout, a quantised weight below an adapter, or learns more than its linear
+        adapters; a job has no such adapter or no data; a sample is longer than the capacity; a batch has no label; the
+        folder is of another training.
+
+    Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
+    norms; logits only of tokens with a label.
+    References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206; Liu et al., DoRA, 2024, arXiv:2402.09353.
+    """
+    check_positive(FN, "every", every, "It counts microbatches.")
+    for a, each in enumerate(jobs):
+        check_job(f"jobs[{a}]", each)
+    rows = [each.job for each in jobs]
+    names = [job.name for job in rows]
+    check_names(FN, names)
+    layers, banks = layers_of(model, names)
+    device = next(iter(layers.values())).W.device
+    course, evaluations = course_of_all(jobs, capacity), [evaluation_of(jobs, a, capacity) for a in range(len(jobs))]
+    keep = partial(norms_of, layers)
+    state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
+    empty = [[0.0] * len(batches) for batches in course.orders]
+    notes: dict[str, Any] = {"schedule": course.mark, "losses": empty, "evaluations": [[] for _ in jobs]}
+    with running(model, layers) as logits:
+        check_apart(model, logits, state.params, state.kept, torch.full((len(jobs),), 9, dtype=torch.int32, device=device))
+        whole = Model(partial(losses_of, logits), keep)
+        if folder is not None and (Path(folder) / FILE).exists():
+            notes, state = notes_of(folder, course), load(folder, state, rows, keep)
+        elif folder is not None:
+            save(folder, state, rows, notes)  # a place that cannot be written is known before the work
+        for n in progress(range(state.position, len(course.works)), "microbatches"):
+            work = course.works[n]
+            state, found = train_step(state, work, pack(course, work, device), model=whole, jobs=rows, donate=True)
+            for sample, share in zip(work.samples, shares(work, found), strict=True):
+                notes["losses"][sample.adapter][sample.batch] += share
+            steps = []
+            for a, batch in work.due:
+                step = Step(names[a], batch + 1, len(course.orders[a]), notes["losses"][a][batch], rows[a].rate(batch))
+                if is_due(jobs[a], step):
+                    step = step._replace(evaluation=evaluated(whole, state, evaluations[a], device))
+                    notes["evaluations"][a].append([step.step, step.evaluation])
+                steps.append(step)
+            if folder is not None and ((n + 1) % every == 0 or n + 1 == len(course.works)):
+                save(folder, state, rows, notes)
+            for step in steps:
+                logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
+                if on_step is not None:
+                    on_step(step)
+    put_back(model, banks, state, names)
+    losses = dict(zip(names, map(tuple, notes["losses"]), strict=True))
+    return Trained(losses, dict(zip(names, map(dict, notes["evaluations"]), strict=True)))
+
+
+def course_of_all(jobs: Sequence[TrainJob], capacity: int) -> Course:
+    orders = [order_of(each) for each in jobs]
+    pairs = enumerate(zip(jobs, orders, strict=True))
+    reads = [read(f"jobs[{a}].data", each.data, chain(*order), each.job.name) for a, (each, order) in pairs]
+    return course_of(reads, orders, capacity)
+
+
+def evaluation_of(jobs: Sequence[TrainJob], a: int, capacity: int) -> Course | None:
+    """Its evaluation, as one batch: losses of samples by their weights are then the mean over all labels."""
+    data = jobs[a].evaluation
+    if data is None:
+        return None
+    all_ = range(len(data))
+    found = read(f"jobs[{a}].evaluation", data, all_, jobs[a].job.name)
+    return course_of([found] * len(jobs), [[all_] if b == a else [] for b in range(len(jobs))], capacity)
+
+
+def is_due(each: TrainJob, step: Step) -> bool:
+    between = each.evaluate and step.step % each.evaluate == 0
+    return each.evaluation is not None and bool(between or step.step == step.steps)
+
+
+def losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor:
+    """Of each sample the sum over its labels."""
+    found = logits(params, norms, packed)
+    wide = found.to(torch.promote_types(found.dtype, torch.float32))
+    each = cross_entropy(wide, packed.labels, reduction="none")
+    return torch.stack([own.sum() for own in each.split(packed.counts)])
+
+
+def shares(work: Work, losses: Tensor) -> list[float]:
+    """What each sample adds to the loss of its batch."""
+    return (losses.double().cpu() * torch.tensor(work.weights, dtype=torch.float64)).tolist()
+
+
+@torch.no_grad()
+def evaluated(model: Model, state: State, course: Course | None, device: torch.device) -> float:
+    assert course is not None
+    return sum(sum(shares(work, model.forward(state.params, state.kept, pack(course, work, device)))) for work in course.works)
+
+
+def notes_of(folder: str | Path, course: Course) -> dict[str, Any]:
+    notes: Any = read_notes(folder)
+    if not isinstance(notes, dict) or notes.get("schedule") != course.mark:
+        have = f"another schedule in {folder}"
+        remedy = "Pass the data, batches, epochs, seeds and capacity that it was written with, or another folder."
+        raise fail(FN, "folder", "of this training, or new", have, remedy)
+    return notes
+
+
+def put_back(model: Any, banks: dict[str, Any], state: State, names: Sequence[str]) -> None:
+    """The rows of the adapters that each layer has."""
+    from fdora.integrations.peft import write_banks
+
+    for path, bank in banks.items():
+        own = [names.index(name) for name in bank.adapters]
+        params: list[Any] = [None if t is None else t[own] for t in state.params[path]]
+        banks[path] = bank._replace(params=DoraParams(*params))
+    write_banks(model, banks)

@@ -1,0 +1,349 @@
+"""fdora.jobs.train against PEFT's own forward: one adapter at a time, one sample at a time, PyTorch's AdamW."""
+
+import copy
+import functools
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
+
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    masking_utils,
+)
+
+from fdora import FdoraError
+from fdora.jobs import TrainJob, train
+from fdora.jobs.loop import Job
+
+VOCAB = 61
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 64}
+WINDOW = {"sliding_window": 5}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, **WINDOW),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, **WINDOW, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
+    ),
+}
+ADAPTERS = {  # another rank, alpha, kind and choice of layers each
+    "law": LoraConfig(r=8, lora_alpha=16, use_dora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
+    "med": LoraConfig(r=3, lora_alpha=4, use_rslora=True, target_modules=["q_proj", "v_proj", "o_proj"]),
+    "code": LoraConfig(r=2, use_dora=True, use_rslora=True, target_modules=["q_proj", "up_proj"]),
+}
+
+
+def model_of(family="llama", adapters=ADAPTERS, **change):
+    """The same weights on every call; B away from its zeros."""
+    torch.manual_seed(1)
+    config = CONFIGS[family]()
+    config.update(change)
+    names = iter(adapters.items())
+    name, first = next(names)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(first), adapter_name=name)
+    for name, each in names:
+        model.add_adapter(name, copy.deepcopy(each))
+    for path, p in model.named_parameters():
+        if ".lora_B." in path or path.endswith(".bias"):
+            p.data.normal_(std=0.05)
+    return model
+
+
+def data_of(seed, count):
+    """Of other lengths; labels skip a prompt, and here and there one more."""
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for n in torch.randint(4, 14, (count,), generator=g).tolist():
+        ids = torch.randint(VOCAB, (n,), generator=g)
+        found.append({"input_ids": ids.tolist(), "labels": [-100, -100, *ids[2:]]})
+    found[0]["labels"][2] = -100
+    return found
+
+
+def jobs_of():
+    return [
+        TrainJob(Job("law", 3e-3, clip=0.5, weight_decay=0.1), data_of(0, 7), batch=3, epochs=2, evaluation=data_of(9, 5)),
+        TrainJob(Job("med", lambda step: 5e-3 / (1 + step), weight_decay=0.2), data_of(1, 5), batch=2, steps=4, seed=3),
+        TrainJob(Job("code", 2e-3, eps=1e-6), data_of(2, 4), batch=1, evaluation=data_of(8, 2), evaluate=2),
+    ]
+
+
+def batches_of(each):
+    """Written anew: orders of epochs, cut."""
+    data, found, epoch = each.data, [], 0
+    steps = each.steps or each.epochs * -(-len(data) // each.batch)
+    while len(found) < steps:
+        order = range(len(data))
+        if each.seed is not None:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(each.seed + epoch)).tolist()
+        found += [[data[i] for i in order[at : at + each.batch]] for at in range(0, len(data), each.batch)]
+        epoch += 1
+    return found[:steps]
+
+
+def loss_of(model, samples):
+    """Over all labels of these samples, which go through the model one by one."""
+    total, count = 0.0, 0
+    for sample in samples:
+        logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(sample["labels"][1:])
+        total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def alone(model, each):
+    """PEFT's and PyTorch's loop with this adapter active: losses of its batches, evaluations, parameters."""
+    job = each.job
+    model.set_adapter(job.name)
+    own = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=job.rate(0), eps=job.eps, weight_decay=job.weight_decay)
+    losses, evaluations, batches = [], {}, batches_of(each)
+    for step, batch in enumerate(batches):
+        loss = loss_of(model, batch)
+        loss.backward()
+        if job.clip is not None:
+            nn.utils.clip_grad_norm_(own, job.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = job.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if each.evaluation and (step + 1 == len(batches) or (each.evaluate and (step + 1) % each.evaluate == 0)):
+            with torch.no_grad():
+                evaluations[step + 1] = loss_of(model, each.evaluation).item()
+    return losses, evaluations
+
+
+def parameters(model, name):
+    return {path: p.detach() for path, p in model.named_parameters() if f".{name}." in path}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_adapter_trains_as_alone(family, caplog):
+    model, jobs, seen = model_of(family), jobs_of(), []
+    with caplog.at_level(logging.INFO, logger="fdora.jobs"):
+        trained = train(model, jobs, capacity=40, on_step=seen.append)
+    for each in jobs:
+        name, stock = each.job.name, model_of(family)
+        losses, evaluations = alone(stock, each)
+        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
+        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
+        own = [step for step in seen if step.name == name]
+        assert [step.step for step in own] == list(range(1, len(losses) + 1)) and {s.steps for s in own} == {len(losses)}
+        assert [step.loss for step in own] == list(trained.losses[name])
+        assert [step.rate for step in own] == [each.job.rate(n) for n in range(len(losses))]
+        assert {s.step: s.evaluation for s in own if s.evaluation is not None} == trained.evaluations[name]
+        wanted, start = parameters(stock, name), parameters(model_of(family), name)
+        for path, p in parameters(model, name).items():
+            moved = (p - start[path]).abs().max()
+            assert moved > 1e-3 and (p - wanted[path]).abs().max() < 0.02 * moved, path
+    assert sum("loss" in record.getMessage() for record in caplog.records) == len(seen)
+
+
+class Stop(Exception):
+    pass
+
+
+class Until(list):
+    """Data that can be read so often."""
+
+    left = 0
+
+    def __getitem__(self, i):
+        self.left -= 1
+        if self.left < 0:
+            raise Stop
+        return super().__getitem__(i)
+
+
+def same(one, other):
+    for name in ADAPTERS:
+        theirs = parameters(other, name)
+        assert all(torch.equal(p, theirs[path]) for path, p in parameters(one, name).items())
+
+
+def test_resumed_to_the_bit(tmp_path):
+    """Stopped in the middle of batches, and again: parameters, losses and evaluations are those of a run without a stop."""
+    jobs, whole, model = jobs_of(), model_of(), model_of()
+    wanted, steps = train(whole, jobs, capacity=16), []
+
+    for count in (7 + 2, 7 + 3, 7 + 6):  # once for lengths, then in training
+        data = Until(jobs[0].data)
+        data.left = count
+        with pytest.raises(Stop):
+            train(model, [jobs[0]._replace(data=data), *jobs[1:]], capacity=16, folder=tmp_path, every=1, on_step=steps.append)
+        same(model, model_of())
+        assert any(t.any() for t in torch_file(tmp_path, "grads"))  # in the middle of somebody's batch
+    found = train(model, jobs, capacity=16, folder=tmp_path, on_step=steps.append)
+    assert found == wanted and len(steps) == sum(map(len, wanted.losses.values()))
+    same(model, whole)
+    again = model_of()
+    assert train(again, jobs, capacity=16, folder=tmp_path, on_step=lambda step: pytest.fail("it was done")) == wanted
+    same(again, whole)
+    with pytest.raises(FdoraError, match=r"fdora.jobs.train: `folder` must be of this training, or new, got another schedule"):
+        train(again, jobs, capacity=17, folder=tmp_path)
+
+
+def torch_file(folder, part):
+    from safetensors.torch import load_file
+
+    return [t for key, t in load_file(folder / "training.safetensors").items() if key.startswith(part)]
+
+
+def test_the_model_is_its_own_again():
+    """Under activation checkpointing; jobs in another order than the adapters, and not all of them."""
+    jobs, model = jobs_of()[2:0:-1], model_of()
+    wanted, learn = train(model_of(), jobs, capacity=40), {path: p.requires_grad for path, p in model.named_parameters()}
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert train(model, jobs, capacity=40).losses == {name: pytest.approx(each) for name, each in wanted.losses.items()}
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert {path: p.requires_grad for path, p in model.named_parameters()} == learn
+    before = parameters(model_of(), "law")
+    assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
+    for each in jobs:
+        losses, _ = alone(model_of(), each)
+        assert wanted.losses[each.job.name] == pytest.approx(losses, rel=2e-5)
+    model.set_adapter("code")
+    assert loss_of(model, jobs[0].evaluation).item() == pytest.approx(wanted.evaluations["code"][4], rel=1e-5)
+
+
+def test_a_model_that_fdora_fused():
+    """Its blocks step aside while it is trained."""
+    from fdora.integrations.peft import use_fdora
+
+    parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    adapters = {"law": LoraConfig(r=2, use_dora=True, target_modules=parts)}
+    model = use_fdora(model_of(adapters=adapters), fuse=True)
+    trained = train(model, jobs_of()[:1], capacity=40)
+    losses, _ = alone(model_of(adapters=adapters), jobs_of()[0])
+    assert trained.losses["law"] == pytest.approx(losses, rel=2e-5)
+
+
+ONE = {"law": ADAPTERS["law"]}
+
+
+def with_adapter(**change):
+    return lambda: model_of(adapters={"law": LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | change))})
+
+
+def changed(change):
+    def made():
+        model = model_of(adapters=ONE)
+        change(model)
+        return model
+
+    return made
+
+
+def skip(model):
+    model.get_submodule("base_model.model.model.layers.0.mlp").forward = lambda x: x
+
+
+def classifier():
+    return get_peft_model(AutoModelForSequenceClassification.from_config(CONFIGS["llama"]()), ONE["law"], adapter_name="law")
+
+
+class Coded(nn.Linear):
+    pass
+
+
+def coded(model):
+    model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").base_layer.__class__ = Coded
+
+
+MODELS = {
+    "no PEFT": (lambda: AutoModelForCausalLM.from_config(CONFIGS["llama"]()), "a PeftModel .*, got a LlamaForCausalLM"),
+    "lora_dropout": (with_adapter(lora_dropout=0.1), "without dropout, got 0.1 at `.*q_proj.lora_dropout.law`"),
+    "attention_dropout": (lambda: model_of(adapters=ONE, attention_dropout=0.2), "without dropout, got 0.2 at `.*self_attn`"),
+    "a head": (with_adapter(modules_to_save=["lm_head"]), r"frozen .*lm_head.modules_to_save.law.weight` with requires_grad"),
+    "an embedding": (with_adapter(target_modules=["q_proj", "embed_tokens"]), "'law' adapts linear layers alone, got 2 other"),
+    "a norm": (changed(lambda m: m.get_base_model().model.norm.requires_grad_(True)), "frozen but for its adapters, got"),
+    "merged": (changed(lambda m: m.merge_adapter()), "without merged adapters, got some in .*q_proj`"),
+    "codes": (changed(coded), "a plain nn.Linear below .*q_proj`, got a Coded"),
+    "skipped": (changed(skip), "calls each adapted layer, got no call of .*layers.0.mlp.down_proj"),
+    "a classifier": (classifier, "a causal model of transformers .* got a LlamaForSequenceClassification, which lacks"),
+    "another adapter": (with_adapter(), "`adapters` must be names of linear adapters, got .'nobody'"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_are_refused(case):
+    make, message = MODELS[case]
+    name = "nobody" if case == "another adapter" else "law"
+    with pytest.raises(FdoraError, match=message):
+        train(make(), [TrainJob(Job(name, 1e-3), data_of(0, 2))], capacity=40)
+
+
+def test_samples_that_see_each_other_are_refused(monkeypatch):
+    """As in a transformers that makes one sample of all, and where tokens see what comes."""
+    job, message = [TrainJob(Job("law", 1e-3), data_of(0, 2))], "got a .*ForCausalLM, which lets packed samples, or earlier tok"
+    with pytest.raises(FdoraError, match=message):
+        train(model_of("gemma3", ONE, use_bidirectional_attention=True), job, capacity=40)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    model = model_of(adapters=ONE)
+    with pytest.raises(FdoraError, match=message):
+        train(model, job, capacity=40)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class Drawn(list):
+    """Longer at each reading."""
+
+    def __getitem__(self, i):
+        self.append(None)
+        return {part: [5] * len(self) for part in ("input_ids", "labels")}
+
+
+GOOD = TrainJob(Job("law", 1e-3), [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+JOBS = {
+    "no job": (lambda: (GOOD.job,), r"`jobs\[0\]` must be a TrainJob, got a Job"),
+    "none": (lambda: (), "`jobs` must be at least one Job"),
+    "twice": (lambda: (GOOD, GOOD), "each with a name of its own"),
+    "a stream": (
+        lambda: (GOOD._replace(data=iter([])),),
+        r"`jobs\[0\].data` must be a sequence of samples, got a list_iterator",
+    ),
+    "nothing": (lambda: (GOOD._replace(data=[]),), r"`jobs\[0\].data` must be a sequence of samples, got an empty one"),
+    "no judge": (lambda: (GOOD._replace(evaluation=[]),), r"`jobs\[0\].evaluation` must be a sequence .* an empty one"),
+    "batch": (lambda: (GOOD._replace(batch=0),), r"`jobs\[0\].batch` must be a positive int, got 0"),
+    "steps": (lambda: (GOOD._replace(steps=0),), r"`jobs\[0\].steps` must be a positive int, got 0"),
+    "text": (lambda: (GOOD._replace(data=["text"]),), r"`jobs\[0\].data\[0\]` must be a sample .* got TypeError"),
+    "no labels": (lambda: (GOOD._replace(data=[{"input_ids": [1]}]),), r"`jobs\[0\].data\[0\]` .* got KeyError: 'labels'"),
+    "fewer": (lambda: (GOOD._replace(data=[GOOD.data[0] | {"labels": [1]}]),), r"\(n,\) labels, n > 0, got \(3,\) and \(1,\)"),
+    "uncounted": (
+        lambda: (GOOD._replace(data=[*GOOD.data, {"input_ids": [1], "labels": [1]}], batch=1),),
+        r"`jobs\[0\].data` must be such that each batch has a label, got none in samples \[1\]",
+    ),
+    "long": (lambda: (GOOD._replace(data=[{part: [1] * 41 for part in GOOD.data[0]}]),), "at most 40 tokens"),
+    "drawn": (
+        lambda: (GOOD._replace(data=Drawn([None])),),
+        r"the same whenever it is read, got 3 tokens and 2 labels, before 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_jobs_that_are_refused(case):
+    make, message = JOBS[case]
+    with pytest.raises(FdoraError, match=message):
+        train(shared(), make(), capacity=40)
+
+
+@functools.cache
+def shared():
+    """Refused jobs leave it as it is."""
+    return with_adapter()()
