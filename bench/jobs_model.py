@@ -7,6 +7,7 @@ No embedding and no head: what goes in is random, the loss of a sample is the me
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
-from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
+from fdora.functional import DoraParams, dora_init, dora_stack
+from fdora.jobs.causal.banks import Layer, adapted, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends
 
@@ -133,10 +135,7 @@ def stage_of(model: Decoder, inside: range, s: tuple[float, ...], ranks: tuple[i
     """Layers of a decoder with banks, the parameters named ``layers.0.q_proj`` and so on."""
     names = tuple(f"layers.{n}.{name}" for n in inside for name in LINEARS)
     scale = torch.tensor(s, device=next(model.parameters()).device)
-    W = {name: model.get_submodule(name).weight for name in names}
-
-    def keep(params):
-        return {name: dora_norm(W[name], *params[name][:2], s=scale) for name in names}
+    layers = {name: Layer(model.get_submodule(name).weight, scale, ranks) for name in names}
 
     def forward(params, kept, x, data):
         x = data.x if first else x
@@ -144,13 +143,12 @@ def stage_of(model: Decoder, inside: range, s: tuple[float, ...], ranks: tuple[i
 
             def project(part, x, n=n):
                 name = f"layers.{n}.{part}"
-                given = {"s": scale, "offsets": data.ends, "norm": kept[name], "ranks": ranks}
-                return dora_linear_multi(x, W[name], *params[name], **given)
+                return adapted(layers[name], params[name], kept[name], data.ends, x)
 
             x = block(project, x, data, model.sizes)
         return losses_of(x, data) if last else x
 
-    return Stage(forward, names, keep)
+    return Stage(forward, names, partial(norms_of, layers))
 
 
 class Jobs:

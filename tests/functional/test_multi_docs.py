@@ -23,22 +23,25 @@ def test_serving():
     assert space["y"].shape == (3, 10, 48)
 
 
+def written(folder):
+    """That PEFT's folders are there; the training's own file, and the tensors of med."""
+    from safetensors.torch import load_file
+
+    for name in ("law", "med"):
+        assert {path.name for path in (folder / name).iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    return load_file(folder / "training.safetensors"), load_file(folder / "med/adapter_model.safetensors")
+
+
 def test_training(tmp_path, monkeypatch):
     pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
     monkeypatch.chdir(tmp_path)
-    from safetensors.torch import load_file
-
-    first = run("docs/training-many.md")
-    (bank,) = first["banks"].values()
-    files = {"adapter_config.json", "adapter_model.safetensors"}
-    assert (tmp_path / "adapters/training.safetensors").exists()
-    for name in ("law", "med"):
-        assert {path.name for path in (tmp_path / "adapters" / name).iterdir()} >= files
-    read = first["load"]("adapters", first["start"], first["jobs"], first["keep"])
-    assert read.steps == (2, 1) and torch.equal(read.params[first["path"]].A, first["state"].params[first["path"]].A)
-    stored = load_file("adapters/med/adapter_model.safetensors")
-    assert torch.equal(stored["base_model.model.0.lora_A.weight"], read.params[first["path"]].A[1, :4])
-    assert bank.adapters == ("law", "med") and bank.ranks == (8, 4) and bank.params.m.shape == (2, 48)
+    space = run("docs/training-many.md")
+    trained, stored = space["trained"], written(tmp_path / "run")[1]
+    assert {name: len(each) for name, each in trained.losses.items()} == {"law": 4, "med": 3}
+    assert list(trained.evaluations["law"]) == [4] and space["jobs"][1].job.name == "med"
+    for name, t in stored.items():
+        own = space["model"].get_parameter(name.replace(".weight", ".med.weight"))
+        assert torch.equal(t, own) and t.any()
 
 
 def test_the_example(tmp_path):
@@ -49,4 +52,6 @@ def test_the_example(tmp_path):
     command += [str(ROOT / "examples/many_adapters.py")]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "adapters/training.safetensors").exists() and (tmp_path / "adapters/law").is_dir()
+    whole, stored = written(tmp_path / "adapters")
+    (A,) = (t for key, t in whole.items() if key.startswith("params/") and t.shape == (2, 8, 64))
+    assert torch.equal(stored["base_model.model.0.lora_A.weight"], A[1, :4])
