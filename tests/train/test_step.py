@@ -9,7 +9,7 @@ import torch
 
 from fdora import FdoraError
 from fdora.functional import dora_unstack
-from fdora.jobs.loop import Job, init_state, load, save, train_step, works_of
+from fdora.jobs.loop import Job, init_state, load, read_notes, save, train_step, works_of
 from fdora.jobs.schedule import Sample, Spec, schedule
 from tests import device
 from tests.train import make
@@ -202,6 +202,8 @@ def test_files_that_are_refused(tmp_path):
             FdoraError, match=r"fdora.jobs.loop.load: `folder` must be what save wrote, got damaged counters in"
         ):
             load(tmp_path / "damaged", state, make.JOBS)
+        with pytest.raises(FdoraError, match="damaged counters in"):
+            read_notes(tmp_path / "damaged")
     fewer = start(base)
     del fewer.params["head"]
     with pytest.raises(FdoraError, match="another set of tensors"):

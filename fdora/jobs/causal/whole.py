@@ -90,11 +90,17 @@ def train(
             notes, state = notes_of(folder, course), load(folder, state, rows, keep)
         elif folder is not None:
             save(folder, state, rows, notes)  # a place that cannot be written is known before the work
+        waiting = list[tuple[Work, Tensor]]()
         for n in progress(range(state.position, len(course.works)), "microbatches"):
             work = course.works[n]
             state, found = train_step(state, work, pack(course, work, device), model=whole, jobs=rows, donate=True)
-            for sample, share in zip(work.samples, shares(work, found), strict=True):
-                notes["losses"][sample.adapter][sample.batch] += share
+            waiting.append((work, found))
+            kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
+            # to read losses is to wait for the GPU: where somebody wants them
+            while (kept is not None or work.due) and waiting:
+                ran, lost = waiting.pop(0)
+                for sample, share in zip(ran.samples, shares(ran, lost), strict=True):
+                    notes["losses"][sample.adapter][sample.batch] += share
             steps = []
             for a, batch in work.due:
                 step = Step(names[a], batch + 1, len(course.orders[a]), notes["losses"][a][batch], rows[a].rate(batch))
@@ -102,8 +108,8 @@ def train(
                     step = step._replace(evaluation=evaluated(whole, state, evaluations[a], device))
                     notes["evaluations"][a].append([step.step, step.evaluation])
                 steps.append(step)
-            if folder is not None and ((n + 1) % every == 0 or n + 1 == len(course.works)):
-                save(folder, state, rows, notes)
+            if kept is not None:
+                save(kept, state, rows, notes)
             for step in steps:
                 logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
                 if on_step is not None:

@@ -89,14 +89,11 @@ def read_notes(folder: str | Path) -> Any:
     Raises:
       FdoraError: the file is damaged.
     """
-    from safetensors import safe_open
-
     path = Path(folder) / FILE
     with readable("jobs.loop.read_notes", path):
         if not path.exists():
             return None
-        with safe_open(path, "pt") as file:
-            return json.loads((file.metadata() or {}).get(ABOUT, "{}")).get("notes")
+    return _read(path)[1].get("notes")
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
