@@ -172,12 +172,12 @@ def plan_forward(
     n = len(saves)
     plan.name = plan.name if n == 1 else f"forward of {n} layers on one x"
     layers = read_layers(plan, x.dtype, likes, n, text, numbers)
+    residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
     names = [*[f"y{i}" for i in range(n)], "h", *[f"pre_scale{i}" for i in range(n)]]
     results = plan.wanted(names, _forms(plan.inputs[0], layers, saves, mode))
     ys, h, pre = [y.flat() for y in results[:n]], results[n], results[n + 1 :]
     out = [Out(*each) for each in zip(ys, columns_of_h(h, layers), pre, norms_of(plan, layers), strict=True)]
-    residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
     forward(plan, x, layers, scalars, out, h, Dropout(p, mode), same_s, residual)
 
 

@@ -17,7 +17,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand, packed, pitch
-from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
+from fdora.triton.runtime.plan import WORKSPACE, Array, Launch, Like, Plan, Product, Scalar, Tile
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 from tests.triton.written import (
@@ -73,7 +73,6 @@ def test_no_tensor_inside(plans):
 def test_what_a_step_names_is_inside_what_there_is(plans):
     """Slots exist, temporaries stay inside the workspace, results inside their allocation; kernels get what they declare."""
     for plan, _ in plans:
-        workspace = len(plan.inputs) + len(plan.results)
         extents = [plan_bytes(a.shape, a.stride, a.dtype) for a in (*plan.results,)]
         for step in plan.steps:
             if isinstance(step, Launch):
@@ -82,7 +81,7 @@ def test_what_a_step_names_is_inside_what_there_is(plans):
                 assert 1 <= len(step.grid) <= 3 and all(0 < n < 2**31 for n in step.grid)
             for a in arrays(step):
                 end = a.offset * a.itemsize + plan_bytes(a.shape, a.stride, a.dtype)
-                assert a.offset >= 0 and (a.temp >= 0) == (a.slot == workspace)
+                assert a.offset >= 0 and (a.temp >= 0) == (a.slot == WORKSPACE)
                 if a.temp >= 0:
                     assert end <= plan.temporaries[a.temp][1] and sum(plan.temporaries[a.temp]) <= plan.workspace
                 elif a.slot >= len(plan.inputs):
@@ -514,7 +513,8 @@ def test_a_product_that_cublas_does_not_have_is_refused():
         a, b = (torch.ones(4, 4, dtype=dtype) for _ in range(2))
 
         def write(plan, a, b, out=out):
-            plan.product(plan.result("out", (4, 4), out), plan.operand(a), plan.operand(b))
+            a, b = plan.operand(a), plan.operand(b)
+            plan.product(plan.result("out", (4, 4), out), a, b)
 
         if out == FP32:
             assert plan_of(write, alike(4, 4, dtype=dtype), alike(4, 4, dtype=dtype)).has_products

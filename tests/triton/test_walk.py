@@ -860,8 +860,9 @@ def test_the_current_stream_and_graphs():
 
 def scaled_by(plan, a):
     """A launch with a scalar, of a kernel that notes what it is started with."""
+    a = plan.matrix(a)
     out = plan.result("out", a.shape, a.dtype)
-    plan.launch(Noted(), (1,), {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")}, cost=Cost())
+    plan.launch(Noted(), (1,), {"a": a, "out": out, "s": plan.scalar("s")}, cost=Cost())
 
 
 class Noted:
@@ -1010,8 +1011,8 @@ def test_the_address_for_tensor_maps_comes_from_no_graphs_pool(monkeypatch):
 )
 def test_a_launch_names_every_parameter_of_its_kernel(change, says):
     def write(plan, a):
-        out = plan.result("out", a.shape, a.dtype)
-        given = {"a": plan.matrix(a), "out": out, "s": plan.scalar("s")} | change
+        a = plan.matrix(a)
+        given = {"a": a, "out": plan.result("out", a.shape, a.dtype), "s": plan.scalar("s")} | change
         plan.launch(Noted(), (1,), {name: v for name, v in given.items() if v is not None}, cost=Cost())
 
     with pytest.raises(TypeError, match=re.escape(f"a launch of noted {says}")):

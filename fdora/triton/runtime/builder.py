@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.runtime.cost import Cost, cost_of, moved, product
+from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.layout import collapses, contiguous, is_operand, packed
-from fdora.triton.runtime.plan import Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
+from fdora.triton.runtime.plan import WORKSPACE, Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
 
 
 class Builder:
@@ -73,9 +72,10 @@ class Builder:
     def flat(self, like: Like | None) -> Any:
         """Whatever its shape, as (n,) with no gaps."""
         whole = self._input(like, like is None or like.stride == contiguous(like.shape))
-        return None if whole is None else replace(whole, shape=(whole.numel,), stride=(1,))
+        return None if whole is None else whole.words((whole.numel,), (1,), whole.dtype)
 
     def _input(self, like: Like | None, as_it_is: bool) -> Array | None:
+        assert not self.results, "arguments come before results, whose slots follow theirs"
         slot = len(self.inputs)
         self.inputs.append(like)
         if like is None:
@@ -95,7 +95,7 @@ class Builder:
         """Allocated, returned under this name. All results come before the first step that uses one."""
         shape = tuple(shape)
         self.results.append(Allocation(name, shape, contiguous(shape), dtype))
-        return Array(_RESULT + len(self.results) - 1, 0, shape, contiguous(shape), dtype, True)
+        return Array(len(self.inputs) + len(self.results) - 1, 0, shape, contiguous(shape), dtype, True)
 
     def wanted(self, names: Iterable[str], forms: Iterable[Any]) -> list[Any]:
         """A result for each form, its shape and dtype; None for None."""
@@ -112,7 +112,7 @@ class Builder:
         extent = 1 + sum((n - 1) * d for n, d in zip(shape, stride, strict=True)) if prod(shape) else 0
         self.sizes.append(extent * dtype.itemsize)
         self.used.append((len(self.steps), -1))
-        return Array(_WORKSPACE, 0, shape, stride, dtype, True, len(self.sizes) - 1)
+        return Array(WORKSPACE, 0, shape, stride, dtype, True, len(self.sizes) - 1)
 
     # steps
 
@@ -152,7 +152,6 @@ class Builder:
             raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
         ordered = tuple([values[name] for name in names])
         self._use([a.array if isinstance(a, Tile) else a for a in ordered])
-        cost = cost or cost_of(kernel.__name__, values)
         self.steps.append(Launch(kernel, tuple(grid), ordered[:others], ordered[others:], num_warps, num_stages, pdl, cost))
 
     def product(self, out: Array, a: Array, b: Array, alpha: Scalar | float = 1.0, accumulate: bool = False) -> None:
@@ -165,8 +164,7 @@ class Builder:
         if K == 0:
             return None if accumulate else self.zero(out)
         self._use((out, a, b))
-        cost = product(M, N, K, a) + moved(a, b, out, out if accumulate else None)
-        self.steps.append(Product(out, a, b, alpha, accumulate, cost))
+        self.steps.append(Product(out, a, b, alpha, accumulate))
 
     def zero(self, out: Array) -> None:
         if out.numel:
@@ -181,8 +179,6 @@ class Builder:
 
     def plan(self) -> Plan:
         offsets, workspace = packed(self.sizes, self.used)
-        place = len(self.inputs)
-        slots = _Slots(place, place + len(self.results))
         return Plan(
             self.name,
             self.path,
@@ -193,7 +189,7 @@ class Builder:
             tuple(self.results),
             tuple(zip(offsets, self.sizes, strict=True)),
             workspace,
-            tuple([slots.of_step(s) for s in self.steps]),
+            tuple(self.steps),
         )
 
 
@@ -233,25 +229,3 @@ def _stride(t: Any, axis: int, axes: int) -> int | None:
         return None if t else 0
     stride: tuple[int, ...] = (0,) * (axes - len(t.stride)) + t.stride
     return stride[axis]
-
-
-_RESULT, _WORKSPACE = 1 << 16, 1 << 17  # slots before it is known how many arguments and results there are
-
-
-class _Slots(NamedTuple):
-    first_result: int
-    workspace: int
-
-    def of(self, a: Any) -> Any:
-        if isinstance(a, Tile):
-            return Tile(self.of(a.array), a.block)
-        if a.slot < _RESULT:
-            return a
-        return replace(a, slot=self.workspace if a.slot == _WORKSPACE else a.slot - _RESULT + self.first_result)
-
-    def of_step(self, step: Any) -> Any:
-        if isinstance(step, Launch):
-            return step._replace(args=tuple([self.of(a) if isinstance(a, (Array, Tile)) else a for a in step.args]))
-        if isinstance(step, Product):
-            return step._replace(out=self.of(step.out), a=self.of(step.a), b=self.of(step.b))
-        return Fill(self.of(step.out))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.triton.runtime.cost import Cost, moved
+from fdora.triton.runtime.cost import Cost, cost_of, moved, product
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.layout import pitch
 
@@ -31,11 +31,14 @@ class Like(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+WORKSPACE = -1  # its slot is the last one
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """A tensor of the plan: part of a slot (an argument, a result or the workspace), known by its place and its form."""
 
-    slot: int
+    slot: int  # arguments, then results; WORKSPACE
     offset: int  # elements from the first one of the slot; of a temporary, from its own first one
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +48,7 @@ class Array:
 
     @property
     def T(self) -> Array:
-        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
+        return Array(self.slot, self.offset, self.shape[::-1], self.stride[::-1], self.dtype, self.aligned, self.temp)
 
     @property
     def itemsize(self) -> int:
@@ -100,7 +103,8 @@ class Tile(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel. Arguments are Array, Tile, Scalar, int, float and None; ``constexprs`` follow them."""
+    """One kernel. Arguments are Array, Tile, Scalar, int, float and None; ``constexprs`` follow them. ``told``: its cost, where
+    these do not tell it."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -109,7 +113,12 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     pdl: bool
-    cost: Cost
+    told: Cost | None
+
+    @property
+    def cost(self) -> Cost:
+        named = dict(zip(self.kernel.arg_names, (*self.args, *self.constexprs), strict=True))
+        return self.told or cost_of(self.kernel.__name__, named)
 
 
 class Product(NamedTuple):
@@ -120,7 +129,11 @@ class Product(NamedTuple):
     b: Array
     alpha: Scalar | float
     accumulate: bool
-    cost: Cost
+
+    @property
+    def cost(self) -> Cost:
+        (M, N), K = self.out.shape, self.a.shape[1]
+        return product(M, N, K, self.a) + moved(self.a, self.b, self.out, self.out if self.accumulate else None)
 
 
 class Fill(NamedTuple):

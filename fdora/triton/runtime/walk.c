@@ -276,7 +276,7 @@ static PyObject *program_run(Program *self, PyObject *const *args, Py_ssize_t co
     PyObject *tensors = args[0], *scalars = args[1];
     void *stream = PyLong_AsVoidPtr(args[2]);
     if (PyTuple_GET_SIZE(tensors) != self->inputs) { PyErr_SetString(PyExc_ValueError, "another number of tensors"); return NULL; }
-    char *base[MAX_TENSORS] = {NULL};
+    char *slots[MAX_TENSORS + 1] = {NULL}, **base = slots + 1; /* base[-1] is the workspace */
     float values[MAX_SCALARS];
     int n = 0;
     for (int i = 0; i < self->inputs; i++, n++) {
@@ -301,7 +301,7 @@ static PyObject *program_run(Program *self, PyObject *const *args, Py_ssize_t co
     if (self->workspace) {
         PyObject *spec[3] = {self->workspace_size, self->workspace_stride, self->byte};
         workspace = PyObject_Vectorcall(empty, spec, 3, NULL);
-        if (!workspace || address(workspace, &base[n])) goto fail;
+        if (!workspace || address(workspace, &base[-1])) goto fail;
     }
     if (self->products) {
         PyObject *number = PyObject_CallNoArgs(blas_handle);
