@@ -74,7 +74,7 @@ def given_norms(calls: Sequence[Call]) -> list[Any]:
 
 
 _known: dict[tuple, Any] = {}  # verdicts, and what prepared.call takes: each by all that it depends on
-MOST = 8192
+MOST = 4096  # each may hold a plan
 
 
 def remember(key: tuple, value: Any) -> Any:

@@ -31,7 +31,7 @@ from fdora.triton.runtime.private import (
     walker,
 )
 
-MAX_PLANS = 8192  # sequences of any length make new plans: the oldest go
+MAX_PLANS = 4096  # sequences of any length make new plans, 9 kB each with its program: the oldest go
 
 _plans: dict[tuple, Plan] = {}
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
