@@ -1,6 +1,7 @@
 """fdora: DoRA as stateless functions, those of :mod:`fdora.functional`: ``from fdora import dora_linear`` imports them."""
 
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():  # torch's own, where NumPy is not installed: it would stand above what each command says
@@ -22,4 +23,6 @@ def __getattr__(name: str) -> Any:
 
         if name in functional.__all__:
             return getattr(functional, name)
+    if name == "warmup":  # of a shim, which imports this package
+        return getattr(import_module("fdora.integrations.peft"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ MAY = {
     "integrations": {
         "root",
         "_check",
+        "_command",
         "_dispatch",
         "_facts",
         "_norm_cache",

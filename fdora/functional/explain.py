@@ -86,7 +86,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         have = f"codes of kind {next(iter(coded.values())).kind}"
         raise fail("explain", "W", f"experts of {fn.__name__} that are a tensor", have, remedy)
     triton, missing = load_kernels()
-    device, autocast = _without_data(call)
+    device, autocast = without_data(call)
     dtype = _check(fn, call, device, autocast)
     choice, rates, where = _target(device, dtype, gpu, asked, missing)
     weights = tuple([f"{label}: {W.kind}, {stored(W)}" for label, W in coded.items()])
@@ -99,7 +99,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     else:
         assert rates is not None
         on = triton.device.of_gpu(0, rates.capability, rates.num_sms)
-    noted, first, saved, out = _record(fn, call, on, autocast)
+    noted, first, saved, out = record(fn, call, on, autocast)
     if call.arguments.get("compute") is not None and on.gpu >= 0 and on.capability < 89:
         raise fail(fn.__name__, "compute", "None on this GPU", "'fp8'", "It needs an NVIDIA GPU of sm_89 or newer.")
     notes = _notes(fn, call.arguments, noted.plans[:first], noted.plans[first:], bool(saved))
@@ -116,7 +116,7 @@ def _coded(arguments: dict[str, Any]) -> dict[str, QuantWeight]:
     return {label: W for label, W in found.items() if isinstance(W, QuantWeight)}
 
 
-def _without_data(call: BoundArguments) -> tuple[torch.device, bool]:
+def without_data(call: BoundArguments) -> tuple[torch.device, bool]:
     """Puts tensors without data in the place of those on the first one's device; that device, and whether x is cast."""
     tensors = [t for t in _leaves(dict(call.arguments)) if isinstance(t, (Tensor, QuantWeight))]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -188,7 +188,7 @@ def _target(
     return select_backend(where, dtype, backend=backend), rates, where
 
 
-def _record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple[Recording, int, list[Tensor], Any]:
+def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple[Recording, int, list[Tensor], Any]:
     """What the call did, how much of it in forward, what autograd saved, and its result."""
     saved: dict[int, Tensor] = {}
 

@@ -7,6 +7,8 @@ W dense and frozen, norms given. For the facts of such a call (shapes, strides, 
     bound = prepared.bind((x, *operands), s=(2.0,), saved=(True,), keep_inner=False, backend="triton")
     (y,) = prepared.call((x, *operands), bound)
 
+A call is described ahead of its first tokens as an :class:`Ahead`, and :func:`compile_ahead` compiles its kernels.
+
 The other names are those of fdora.functional that shims share: an op that a trace of Dynamo does not look into
 (:func:`linears`), a kept norm whose gradient is wanted (:func:`attached`), LayerScale (:func:`folded`), rows of a
 convolution's weight (:func:`kernel_rows`).
@@ -19,11 +21,25 @@ from torch import Tensor
 from fdora._records import Dropout, Options
 from fdora.autograd.node import Call, bound, bound_layers
 from fdora.functional._ends import folded, loses_inner
+from fdora.functional.ahead import Ahead, Warmup, compile_ahead
 from fdora.functional.conv import kernel_rows
 from fdora.functional.linear import attached, check_detach, saved_as
 from fdora.functional.opaque import is_opaque, linears
 
-__all__ = ["attached", "bind", "call", "check_detach", "folded", "is_opaque", "kernel_rows", "linears", "loses_inner"]
+__all__ = [
+    "Ahead",
+    "Warmup",
+    "attached",
+    "bind",
+    "call",
+    "check_detach",
+    "compile_ahead",
+    "folded",
+    "is_opaque",
+    "kernel_rows",
+    "linears",
+    "loses_inner",
+]
 
 
 def bind(

@@ -31,8 +31,12 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from fdora import FdoraError
+from fdora._check import check_positive
+from fdora._command import progress
 from fdora.functional import dora_norm, select_backend
+from fdora.functional.prepared import Warmup, compile_ahead
 from fdora.integrations._hook import hook, hooked, unhook
+from fdora.integrations._peft.ahead import calls_of
 from fdora.integrations._peft.layer import (
     OURS,
     Dora,
@@ -65,6 +69,7 @@ __all__ = [
     "report",
     "restore",
     "use_fdora",
+    "warmup",
     "write_banks",
 ]
 
@@ -229,6 +234,38 @@ def report(model: nn.Module) -> Report:
     Calls are counted outside of torch.compile only: compiled code counts the calls that were not compiled.
     """
     return Report(rows(_layers("report", model)), gathers(model))
+
+
+@torch.enable_grad()
+def warmup(model: nn.Module, tokens: int | Iterable[int]) -> Warmup:
+    """Compile the kernels of the model's DoRA layers, forward and backward, that these numbers of tokens need.
+
+    Most lengths share their kernels: each form of layer runs, on its own tensors, with few of them. Call it in the training's
+    mode and under its autocast, after :func:`use_fdora`. Parameters and gradients do not change. Embeddings, convolutions, and
+    the norms of a whole model are left to the first step.
+
+    Args:
+      model: a model that :func:`use_fdora` runs.
+      tokens: of a call, batch times length: a number, or all that may come, as ``range(60, 4001)``.
+
+    Returns:
+      ``Warmup(seconds, kernels)``; zeros where plain torch runs, as on a CPU.
+
+    Raises:
+      FdoraError: a number is not a positive int, or fdora runs no linear layer of the model.
+
+    Memory: for a while, x, y and what one call keeps, with the largest number of tokens.
+    """
+    counts = [tokens] if isinstance(tokens, int) else list(tokens)
+    for count in counts:
+        check_positive("warmup", "tokens", count, "Pass numbers of tokens, as range(64, 4097).")
+    _layers("warmup", model)
+    calls = calls_of(model)
+    if not calls:
+        raise FdoraError(
+            "fdora.warmup: `model` must have linear layers that fdora runs, got none. Call use_fdora(model) first."
+        )
+    return compile_ahead(calls, counts, progress)
 
 
 @torch.no_grad()

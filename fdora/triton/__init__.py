@@ -23,3 +23,4 @@ from fdora.triton import small_norm as small_norm
 from fdora.triton import tree as tree
 from fdora.triton.runtime import describe as describe
 from fdora.triton.runtime import device as device
+from fdora.triton.runtime import native as native

@@ -42,15 +42,18 @@ def program(plan: Plan) -> Any:
     if not _AVAILABLE or walker() is None or not _fits(plan, walker()):
         return False
     found: list[Compiled | None] = []
-    for step in plan.steps:
-        if isinstance(step, Launch):
-            key = _key(plan.device, step)
-            if key not in _compiled:
-                return None
-            found.append(_compiled[key])
+    for key in keys_of(plan):
+        if key not in _compiled:
+            return None
+        found.append(_compiled[key])
     if None in found:
         return False
     return assemble(plan, [c for c in found if c is not None], walker(), _dummy(plan.device.gpu))
+
+
+def keys_of(plan: Plan) -> list[tuple]:
+    """What the kernel of each launch is compiled for."""
+    return [_key(plan.device, step) for step in plan.steps if isinstance(step, Launch)]
 
 
 def _fits(plan: Plan, module: Any) -> bool:

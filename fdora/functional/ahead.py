@@ -1,0 +1,74 @@
+"""Kernels compiled before a step needs them: a call is recorded for every number of tokens, and run with few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import signature
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fdora.autograd._ops import load_kernels
+from fdora.functional.backend import select_backend
+from fdora.functional.explain import record, without_data
+
+
+class Warmup(NamedTuple):
+    """What a warm-up did."""
+
+    seconds: float
+    kernels: int
+    """How many it compiled, or read from Triton's cache on disk."""
+
+
+class Ahead(NamedTuple):
+    """A call that a model makes, ``fn(x, *args, **kwargs)``, but for its x, which is like W and has so many columns."""
+
+    fn: Callable[..., Any]
+    W: Any
+    columns: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What its plans look at."""
+
+        def seen(leaf: Any) -> Any:
+            return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else getattr(leaf, "spec", leaf)
+
+        return self.fn, *map(seen, optree.tree_leaves((self.args, self.kwargs)))  # type: ignore[arg-type]
+
+    def x(self, tokens: int) -> Tensor:
+        return torch.zeros(tokens, self.columns, dtype=self.W.dtype, device=self.W.device, requires_grad=True)
+
+    def run(self, tokens: int) -> None:
+        """Forward and backward; no ``grad`` is touched."""
+        x = self.x(tokens)
+        ys = optree.tree_leaves(self.fn(x, *self.args, **self.kwargs))
+        trained = [t for t in optree.tree_leaves((x, *self.args)) if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.grad(ys, trained, list(map(torch.zeros_like, ys)), allow_unused=True)
+
+    def kernels(self, tokens: int) -> set[Any]:
+        """What Triton compiles a kernel of its own for, of all that the call starts in either direction."""
+        call = signature(self.fn).bind(self.x(tokens), *self.args, **self.kwargs)
+        call.apply_defaults()
+        triton, _ = load_kernels()
+        device, autocast = without_data(call)
+        noted, *_ = record(self.fn, call, triton.device.device_of(device), autocast)
+        return {key for plan in noted.plans for key in triton.native.keys_of(plan)}
+
+
+def compile_ahead(calls: Iterable[Ahead], tokens: Iterable[int], bar: Callable[..., Iterable[Any]]) -> Warmup:
+    """Runs each call with those of these numbers of tokens that start a kernel which none before it has started."""
+    begun, known = perf_counter(), set[Any]()
+    served = [call for call in calls if select_backend(call.W).name == "triton"]
+    for call, count in bar([(call, count) for call in served for count in sorted({*tokens}, reverse=True)], "kernels"):
+        new = call.kernels(count) - known
+        if new:
+            call.run(count)
+            known |= new
+    return Warmup(perf_counter() - begun if served else 0.0, len(known))

@@ -1,0 +1,98 @@
+"""Numbers of tokens that never repeat: what stays of each in memory, and kernels that are compiled before any comes."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+import fdora
+from fdora import _facts
+from fdora.functional import ahead
+from fdora.triton import linear
+from fdora.triton.runtime import walk
+from fdora.triton.runtime.device import Device
+from tests import device
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels
+from tests.triton.recorder import assembled, recording
+from tests.triton.test_walk import in_c, on_cpu
+
+MiB = 2**20
+K, N, r = 2048, 1024, 16
+
+
+def resident():
+    """Bytes of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@in_c
+@on_cpu
+@pytest.mark.skipif(INTERPRETED, reason="no kernel runs; runs without TRITON_INTERPRET, in the first half of `make test`")
+def test_ten_thousand_lengths_leave_little_behind(chosen_anew, monkeypatch):
+    """Plans with what walk.c runs of them: of the lengths that came last, and of no more."""
+    monkeypatch.setattr(walk, "device_of", lambda device: Device(0, 90, 132, True))
+    monkeypatch.setattr(walk, "ready", bool)
+    monkeypatch.setattr(_facts, "facts", _facts.python_facts)
+
+    def bare(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    layer = bare(N, K), bare(r, K), bare(N, r), bare(N), bare(N, dtype=torch.float32), None, None
+    options = 0.0, "lora", ("output",), True, (), ()
+    with recording(compute=False) as (module, recorder):
+        for M in range(64, 10_064):
+            if M == 164:
+                before = resident()
+            plan = walk.plan_for(linear.plan_forward, (bare(M, K), *layer), *options)
+            plan.native, _ = assembled(plan, module, recorder)
+    assert len(chosen_anew) == walk.MAX_PLANS < 10_000
+    assert resident() - before < 50 * MiB  # all of them: 90
+
+
+@needs_kernels
+def test_a_warm_up_runs_each_form_of_layer_with_few_lengths(kernels_everywhere, chosen_anew, monkeypatch):
+    """After it no length of these starts a kernel that was not started before, and the model is what it was."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fdora.integrations.peft import use_fdora
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))
+    model = get_peft_model(base, LoraConfig(r=4, use_dora=True, target_modules="all-linear"))
+    model = use_fdora(model.to(device.NAME, HALF[0]))
+    ran, run = [], ahead.Ahead.run
+    monkeypatch.setattr(ahead.Ahead, "run", lambda call, tokens: (ran.append((call.fn.__name__, tokens)), run(call, tokens)))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    lengths = [17, 18, 80, 81]
+    seconds, kernels = fdora.warmup(model, lengths)
+    assert seconds > 0 and kernels > 5
+    assert {name for name, _ in ran} <= {"dora_linear_group", "dora_linear", "dora_mlp"} and 3 < len(ran) < 9
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    known = {key for plan in chosen_anew.values() for key in walk.native.keys_of(plan)}
+    chosen_anew.clear()
+    for tokens in (80, 18):
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
+    of_layers = [plan for plan in chosen_anew.values() if "norm" not in plan.name]
+    assert of_layers and not {key for plan in of_layers for key in walk.native.keys_of(plan)} - known
+
+
+def test_a_warm_up_says_what_it_wants():
+    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
+    from peft import LoraConfig, get_peft_model
+
+    from fdora.integrations.peft import use_fdora
+
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(r=2, use_dora=True, target_modules=["0"]))
+    with pytest.raises(fdora.FdoraError, match="must have linear layers that fdora runs"):
+        fdora.warmup(model, 5)
+    use_fdora(model)
+    with fdora.backend("eager"):
+        assert fdora.warmup(model, range(1, 5)) == (0.0, 0)
+    for wrong in (0, [3, -1], ["4"]):
+        with pytest.raises(fdora.FdoraError, match="`tokens` must be a positive int"):
+            fdora.warmup(model, wrong)
