@@ -103,6 +103,7 @@ def _fused(of: Ask, groups: int = 0, most: int = 0) -> tuple[GemmConfig, float]:
     return min(times.items(), key=lambda item: item[1])
 
 
+@lru_cache(16)
 def tiles(trans_b: bool, extra: bool, tma: bool, capability: int) -> dict[GemmConfig, Fit]:
     """All that may be chosen."""
     if not tma:
@@ -135,6 +136,7 @@ def _fills_registers(config: GemmConfig) -> bool:
     return config.num_warps == 4 and config.BLOCK_M * config.BLOCK_N >= 128 * 128 and not config.EPILOGUE_SUBTILE
 
 
+@lru_cache(64)
 def together(config: GemmConfig) -> int:
     """Programs that share a multiprocessor: two of those that do not walk over tiles, where their memory leaves room."""
     return 2 if not config.persistent and _shared(config) <= SHARED // 2 else 1

@@ -22,6 +22,7 @@ rate and bandwidth stay, and the times in us, which are mostly latencies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from fdora.rates import BY_CAPABILITY
@@ -45,6 +46,7 @@ class Gpu(NamedTuple):
     bytes: float
 
 
+@lru_cache(16)
 def gpu_of(capability: int, num_sms: int) -> Gpu:
     """A capability that is not listed counts as the one before it."""
     known = BY_CAPABILITY[max((c for c in BY_CAPABILITY if c <= capability), default=0)]
