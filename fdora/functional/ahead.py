@@ -49,7 +49,8 @@ class Ahead(NamedTuple):
         """Forward and backward; no ``grad`` is touched."""
         x = self.x(tokens)
         ys = optree.tree_leaves(self.fn(x, *self.args, **self.kwargs))
-        trained = [t for t in optree.tree_leaves((x, *self.args)) if isinstance(t, Tensor) and t.requires_grad]
+        given: Any = (x, *self.args)
+        trained = [t for t in optree.tree_leaves(given) if isinstance(t, Tensor) and t.requires_grad]
         torch.autograd.grad(ys, trained, list(map(torch.zeros_like, ys)), allow_unused=True)
 
     def kernels(self, tokens: int) -> set[Any]:

@@ -53,10 +53,10 @@ def ahead(calls: list[Call], act: str | None) -> Ahead:
     for _, W, A, B, m, bias, s, *_ in calls:
         A, B, m = (t.detach().requires_grad_(t.requires_grad) for t in (A, B, m))
         layers.append(DoraLayer(W, A, B, m, s, bias, torch.ones(W.shape[0], device=W.device)))
-    (W, A, B, m, s, bias, c), p, mode = layers[0], calls[0].p, calls[0].mode
-    how: dict[str, Any] = {"dropout_p": p, "dropout_mode": mode}
+    first: Any = layers[0]
+    W, how = first.W, {"dropout_p": calls[0].p, "dropout_mode": calls[0].mode}
     if act is not None:
         return Ahead(dora_mlp, W, W.shape[1], tuple(layers), how | {"act": act})
     if len(layers) > 1:
         return Ahead(dora_linear_group, W, W.shape[1], (layers,), how)
-    return Ahead(dora_linear, W, W.shape[1], (W, A, B, m), how | {"s": s, "bias": bias, "norm": c})
+    return Ahead(dora_linear, W, W.shape[1], first[:4], how | {"s": first.s, "bias": first.bias, "norm": first.norm})
