@@ -492,9 +492,10 @@ def test_rest(target, tmp_path):
 
     def write(plan, base, h, B, m, c, bias, forward):
         base, h, B = plan.matrix(base), plan.matrix(h), plan.matrix(B)
+        end = Epilogue("scale", *map(plan.vector, (m, c, bias)))
         if forward:
             y, pre = plan.result("y", (M, N), BF16), plan.result("pre", (M, N), BF16)
-            rest(plan, y, base, h, B.T, Epilogue("scale", *map(plan.vector, (m, c, bias))), pre)
+            rest(plan, y, base, h, B.T, end, pre)
         else:
             rest(plan, base, base, h, B)
 
