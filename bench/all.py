@@ -94,6 +94,10 @@ TABLE = {
         f"bench.steps --cells 2048:512:16,8b:4096:64 {TRAINED},use_fdora,use_fdora_fused,use_fdora_lora_dropout,"
         "use_fdora_fused_lora_dropout",
     ),
+    **{
+        f"lengths{name}": Entry(100, f"bench.lengths {TRAINED},use_fdora_fused,use_fdora_fused_lora_dropout{more}")
+        for name, more in (("", ""), ("_warm", " --warmup"))
+    },
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
@@ -174,7 +178,15 @@ TABLE = {
     "demo": Entry(60, "demo.run"),
 }
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
-FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
+FILES = {
+    "launches": "host",
+    "issue_time": "host",
+    "lengths": "steps",
+    "norm_forms": "norm",
+    "norm_model": "norm",
+    "pytest": "suite",
+    "run": "demo",
+}
 WITH_RIVALS = ("layer", "group", "multi", "quant")
 # Commands that take --seconds.
 TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")
