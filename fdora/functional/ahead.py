@@ -67,7 +67,9 @@ def compile_ahead(calls: Iterable[Ahead], tokens: Iterable[int], bar: Callable[.
     """Runs each call with those of these numbers of tokens that start a kernel which none before it has started."""
     begun, known = perf_counter(), set[Any]()
     served = [call for call in calls if select_backend(call.W).name == "triton"]
-    for call, count in bar([(call, count) for call in served for count in sorted({*tokens}, reverse=True)], "kernels"):
+    # Rows of a tile are a multiple of 16, and Triton looks at what 16 divides and at 1: the others run what these do.
+    counts = {(count // 16, count % 16 == 0, count == 1): count for count in sorted({*tokens})}.values()
+    for call, count in bar([(call, count) for call in served for count in reversed(counts)], "kernels"):
         new = call.kernels(count) - known
         if new:
             call.run(count)

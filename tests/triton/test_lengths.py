@@ -1,6 +1,8 @@
 """Numbers of tokens that never repeat: what stays of each in memory, and kernels that are compiled before any comes."""
 
 import os
+from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora
 from fdora import _facts
-from fdora.functional import ahead
+from fdora.functional import ahead, dora_linear
 from fdora.triton import linear
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device
@@ -50,6 +52,23 @@ def test_ten_thousand_lengths_leave_little_behind(chosen_anew, monkeypatch):
             plan.native, _ = assembled(plan, module, recorder)
     assert len(chosen_anew) == walk.MAX_PLANS < 10_000
     assert resident() - before < 50 * MiB  # all of them: 90
+
+
+def test_all_lengths_share_few_kernels():
+    """Of Qwen3-8B's o_proj with float32 adapters and dropout in PEFT's meaning: numbers that 16 divides, and others."""
+    ahead.load_kernels()
+    meta = partial(torch.empty, device="meta")
+    W, A, B, m = meta(4096, 4096, dtype=torch.bfloat16), meta(64, 4096), meta(4096, 64), meta(4096)
+    trained = [t.requires_grad_() for t in (A, B, m)]
+    found = set()
+    for M in range(64, 4001, 23):
+        x = meta(M, 4096, dtype=torch.bfloat16, requires_grad=True)
+        how = dict(s=2.0, norm=meta(4096), dropout_p=0.05, dropout_mode="peft")
+        call = signature(dora_linear).bind(x, W, *trained, **how)
+        call.apply_defaults()
+        noted, *_ = ahead.record(dora_linear, call, Device(0, 90, 132, True), False)
+        found |= {key for plan in noted.plans for key in walk.native.keys_of(plan)}
+    assert 10 < len(found) <= 25
 
 
 @needs_kernels

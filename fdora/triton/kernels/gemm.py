@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, halves
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import ANY_LENGTH, launched
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def gemm_tma_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
     TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import g_of, g_tile
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import ANY_LENGTH, launched
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 # Defaults: Triton 3.6 makes no constexpr of a plain string.
@@ -129,7 +129,7 @@ def finish(
     _write(out, acc, row, col, at, mask, M, N, STORE)
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,

@@ -9,7 +9,7 @@ from fdora.triton.kernels.g import EPS, g_tile, times_g
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import ANY_LENGTH
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -112,7 +112,7 @@ def store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R):
         tl.store(partial_B + at[:, None] * R + r[None, :], sum_B, mask=within(n, r, N, R))
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def scale_kernel(
     dy, saved,  # (M, N)
     x, w, h, b,  # (M, K), (N, K), (M, R), (N, R)
@@ -150,7 +150,7 @@ def scale_kernel(
         store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R)
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def finish_kernel(
     dy, x, w, h, b,  # (M, N), (M, K), (N, K), (M, R), (N, R)
     m, c,  # (N,)
@@ -197,7 +197,7 @@ def _factor(
     store(acc, out, c, r, C, R)
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def factors_kernel(
     x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -226,3 +226,7 @@ def launched(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Triton's ``launch_metadata``: asked for by those who listen to launches, by nobody else. Names as proton has them."""
     cost = cost_of(metadata.name, args)
     return {"name": metadata.name} | {key: value for key, value in cost._asdict().items() if value}
+
+
+# Of a kernel that takes many tokens: it is compiled once for numbers that 16 divides and for others, which follow the tokens.
+ANY_LENGTH: dict[str, Any] = {"launch_metadata": launched, "do_not_specialize_on_alignment": ("M", "PROGRAMS", "strips")}

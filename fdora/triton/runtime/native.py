@@ -87,13 +87,14 @@ def assemble(plan: Plan, kernels: list[Compiled], module: Any, address: int) -> 
 def _key(device: Device, step: Launch) -> tuple:
     """Triton's own: dtypes, 16-byte alignment, integers that are 1, divisible by 16 or wide, and all constants."""
     kinds: list[Any] = []
-    for a in step.args:
+    unaligned = getattr(step.kernel, "do_not_specialize_on_alignment", ())
+    for name, a in zip(step.kernel.arg_names, step.args, strict=False):  # the constexprs come last
         if isinstance(a, Array):
             kinds.append((a.dtype, a.aligned))
         elif isinstance(a, Tile):
             kinds.append((a.array.dtype, a.block))
         elif type(a) is int:
-            kinds.append(1 if a == 1 else (a > 0x7FFFFFFF, a & 15 == 0))
+            kinds.append(1 if a == 1 else (a > 0x7FFFFFFF, a & 15 == 0 and name not in unaligned))
         else:
             kinds.append(None if a is None else float)
     return (step.kernel, device.gpu, tuple(kinds), step.constexprs, step.num_warps, step.num_stages, step.pdl)
