@@ -176,7 +176,7 @@ def private(file, source):
             yield f"{file} uses {name}"
 
 
-JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"]
+JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"], ["triton.jit(**ANY_LENGTH)"]
 
 
 def no_kernels(source):

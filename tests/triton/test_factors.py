@@ -29,8 +29,9 @@ def test_factor_gradients(M, K, N, r, dtypes, by_g):
 
     def write(plan, *likes):
         x, dh, dz, h = map(plan.matrix, likes[:4])
+        g = tuple(map(plan.vector, likes[4:])) or (None, None)
         dA, dB = plan.result("dA", (r, K), dtypes[0]), plan.result("dB", (N, r), dtypes[1])
-        factor_gradients(plan, x, dh, dA, dz, h, dB, g=tuple(map(plan.vector, likes[4:])) or (None, None))
+        factor_gradients(plan, x, dh, dA, dz, h, dB, g=g)
 
     m, c = torch.rand(2, N, device=device.NAME) + 0.5
     dA, dB = results_of(write, x, dh, dz, h, *((m, c) if by_g else ()))

@@ -53,8 +53,9 @@ def test_the_activation(act, dtype):
     from fdora.triton.copy import dense
 
     def write(plan, gate, up, da=None):
+        of = [plan.matrix(t) for t in (gate, up, da) if t is not None]
         made = [plan.result(name, gate.shape, dtype) for name in (["a"] if da is None else ["dgate", "dup"])]
-        of = [dense(plan, plan.matrix(t)) for t in (gate, up, da) if t is not None]
+        of = [dense(plan, t) for t in of]
         kernels.act_forward(plan, *of, made[0], act) if da is None else kernels.act_backward(plan, of[2], *of[:2], *made, act)
 
     def in_place(plan, gate, up, da):
