@@ -78,7 +78,8 @@ def source_of(step):
         elif isinstance(v, (Scalar, float)):
             signature[name] = "fp32"
         else:
-            signature[name], divisible = "i64" if v > 0x7FFFFFFF else "i32", v % 16 == 0
+            looked_at = name not in step.kernel.do_not_specialize_on_alignment
+            signature[name], divisible = "i64" if v > 0x7FFFFFFF else "i32", looked_at and v % 16 == 0
         if divisible:
             attrs[i,] = [["tt.divisibility", 16]]
     return ASTSource(step.kernel, signature, constants, attrs)
