@@ -94,10 +94,11 @@ TABLE = {
         f"bench.steps --cells 2048:512:16,8b:4096:64 {TRAINED},use_fdora,use_fdora_fused,use_fdora_lora_dropout,"
         "use_fdora_fused_lora_dropout",
     ),
-    **{
-        f"lengths{name}": Entry(100, f"bench.lengths {TRAINED},use_fdora_fused,use_fdora_fused_lora_dropout{more}")
-        for name, more in (("", ""), ("_warm", " --warmup"))
-    },
+    "lengths": Entry(
+        100,
+        "bench.lengths --dropout 0.05 --adapter fp32 --layers 2 --ways peft_lora,use_fdora_fused,use_fdora_fused_lora_dropout "
+        "--count 120",
+    ),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},

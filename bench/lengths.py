@@ -73,10 +73,10 @@ def measure(run: Run) -> None:
 
 
 OPTIONS = {
-    **stack(4, WAYS, seq=None),
+    **stack(2, WAYS, seq=None),
     "--model": One(SIZES, "8b"),
     "--r": 64,
-    "--count": 300,
+    "--count": 120,
     "--least": 60,
     "--most": 4000,
     "--warmup": (False, "fdora.warmup before the first step"),

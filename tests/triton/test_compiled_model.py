@@ -238,8 +238,7 @@ def test_a_graph_break_between_q_and_v():
     assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(("fuse", "dynamic"), [(True, None), (False, True)])
 def test_token_counts_that_change(fuse, dynamic):
     """One more graph at most for all lengths after the first."""
     model, graphs = made(fuse=fuse, layers=1), Graphs()
