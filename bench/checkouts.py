@@ -32,6 +32,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import torch
@@ -288,21 +289,28 @@ def fit_lorafusion(r: int) -> None:
     config.HARDWARE_CONFIGS[config.get_device_short_name()] = replace(config.H100_CONFIG, **fitted)
 
 
-def vllm_lora(folders: Sequence[Path], A: Tensor, B: Tensor, slots: Tensor) -> Callable[[Tensor, Tensor], None]:
-    """Adds ``(x A^T) B^T`` of each token's slot to y, as vLLM does for a layer of one part: A (S, r, K), B (S, N, r). What it
-    knows of the tokens is made once, here."""
+class Slots(NamedTuple):
+    """How a server adds ``(x A^T) B^T`` of each token's slot to y: h (1, M, r) of x, then y of h, in place. ``tables``: tokens
+    sorted by slot; of each slot how many, where they begin, and which it is."""
+
+    shrink: Callable[[Tensor], Tensor]
+    expand: Callable[[Tensor, Tensor], object]
+    tables: list[Tensor]
+
+
+def vllm_lora(folders: Sequence[Path], A: Tensor, B: Tensor, slots: Tensor) -> Slots:
+    """vLLM's kernels, for a layer of one part: A (S, r, K), B (S, N, r)."""
     ops = "vllm.lora.ops.triton_ops"
-    shrink, expand, tables, utils = (
-        load(f"{ops}.{name}", folders) for name in ("lora_shrink_op", "lora_expand_op", "lora_kernel_metadata", "utils")
-    )
+    names = ("lora_shrink_op", "lora_expand_op", "lora_kernel_metadata", "utils")
+    shrinks, expands, metadata, utils = (load(f"{ops}.{name}", folders) for name in names)
     utils._LORA_A_PTR_DICT.clear(), utils._LORA_B_PTR_DICT.clear()  # by address, and for ever
-    tokens = tables.LoRAKernelMeta.make(len(A), len(slots), slots.device)
+    tokens = metadata.LoRAKernelMeta.make(len(A), len(slots), slots.device)
     tokens.prepare_tensors(slots.cpu())
     given = tokens.meta_args(len(slots), False)
 
-    def add(y: Tensor, x: Tensor) -> None:
+    def shrink(x: Tensor) -> Tensor:
         h = x.new_empty(1, len(x), A.shape[1], dtype=torch.float32)
-        shrink.lora_shrink(x, [A], h, *given, 1.0)
-        expand.lora_expand(h, [B], y, *given, add_inputs=True)
+        shrinks.lora_shrink(x, [A], h, *given, 1.0)
+        return h
 
-    return add
+    return Slots(shrink, lambda h, y: expands.lora_expand(h, [B], y, *given, add_inputs=True), list(given[1:5]))

@@ -8,8 +8,8 @@ layer are called in turn that no cache holds their weights, as in a model.
 
     base       x W^T by torch
     vllm_lora  the same, then vLLM's kernels for LoRA, in place (bench/checkouts.py); its tables of the tokens are made before
-    plugin     the same, then fdora's pass: what the plug-in for vLLM makes of it
-    idle       the same while no slot holds DoRA: what a captured graph costs LoRA's requests
+    plugin     x W^T and vLLM's shrink, then fdora's pass in the place of its expand: what the plug-in for vLLM makes of it
+    idle       the same while no slot holds DoRA: what it costs LoRA's requests, which get the bits of vLLM's expand
     multi_ids  dora_linear_multi by the adapter of each token, the norm given
 
 ``serve``: one layer. ``load``: g of all linears of a model, as the plug-in computes it when an adapter is loaded: one layer's
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.checkouts import RIVAL_PATH, vllm_lora
+from bench.checkouts import RIVAL_PATH, Slots, vllm_lora
 from bench.clock import medians_of
 from bench.multi import CACHE
 from bench.multi_ways import Bank, lengths_of
@@ -74,37 +74,55 @@ def build(name: str, i: Served, rival_path) -> Way:
     if name == "multi_ids":
         s = torch.ones(len(i.A), device=i.x.device)
         return Way(lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=s, ids=i.ids, norm=i.norm), None)
-    plain = i.x.device.type == "cpu" and not rival_path
-    add = (lambda y, x: y.add_(lora_of(i, x, i.ids))) if plain else vllm_lora(rival_path, i.A, i.B, i.ids)
-    g = i.m.float() / i.norm
-    holds = torch.full((len(i.A),), int(name == "plugin"), dtype=torch.int32, device=i.x.device)
-    idle = torch.tensor([name == "idle"])
+    slots = slots_of(i, rival_path)
+    last = slots.expand if name == "vllm_lora" else our_pass(i, slots, name == "plugin")
 
     def forward() -> Tensor:
         y = F.linear(i.x, i.W)
-        add(y, i.x)
-        if name != "vllm_lora":
-            scale_slots(y, g, i.ids, holds, None, idle, None)
+        last(slots.shrink(i.x), y)
         return y
 
     return Way(forward, None)
 
 
-def lora_of(i: Served, x: Tensor, ids: Tensor) -> Tensor:
-    h = torch.einsum("tk,trk->tr", x, i.A[ids].to(x.dtype))
-    return torch.einsum("tr,tnr->tn", h, i.B[ids].to(x.dtype))
+def slots_of(i: Served, rival_path) -> Slots:
+    if i.x.device.type != "cpu" or rival_path:
+        return vllm_lora(rival_path, i.A, i.B, i.ids)
+
+    def add(h: Tensor, y: Tensor) -> None:
+        y += lora_of(i, h[0].to(y.dtype).float(), i.ids).to(y.dtype)
+
+    return Slots(lambda x: torch.einsum("tk,trk->tr", x.float(), i.A[i.ids].float())[None], add, [])
 
 
-def error_of(name: str, way: Way, i: Served) -> dict[str, float]:
-    """Relative L2 of some rows."""
+def our_pass(i: Served, slots: Slots, dora: bool) -> Callable[[Tensor, Tensor], None]:
+    g, N = i.m.float() / i.norm, i.B.shape[1]
+    holds, ends = (torch.tensor(each, dtype=torch.int32, device=g.device) for each in ([int(dora)] * len(g), [0, N // 16]))
+    facts = {"tables": slots.tables, "idle": torch.tensor([not dora]), "no_lora": None}
+    return lambda h, y: scale_slots(y, g, holds, None, i.ids, low=[h, i.B, ends], **facts)
+
+
+def lora_of(i: Served, h: Tensor, ids: Tensor) -> Tensor:
+    return torch.einsum("tr,tnr->tn", h, i.B[ids].to(h.dtype))
+
+
+def error_of(name: str, way: Way, i: Served, rival_path) -> dict[str, float]:
+    """Relative L2 of some rows; of ``idle`` also how much of y has other bits than vLLM's expand gives it."""
     rows = some(len(i.x), 16, i.x.device)
     x, ids = i.x[rows].double(), i.ids[rows]
     y = torch.cat([x @ W.double().mT for W in i.W.split(1024)], 1)
     if name != "base":
-        y += torch.cat([lora_of(i, x[[t]], ids[[t]]) for t in range(len(x))])
+        y += lora_of(i, torch.einsum("tk,trk->tr", x, i.A[ids].double()), ids)
     if name in ("plugin", "multi_ids"):
         y *= (i.m.double() / i.norm)[ids]
-    return {"y": rel_l2(way.forward()[rows], y)}
+    error = {"y": rel_l2(way.forward()[rows], y)}
+    if name == "idle":
+        slots = slots_of(i, rival_path)
+        h, theirs, mine = slots.shrink(i.x), F.linear(i.x, i.W), F.linear(i.x, i.W)
+        slots.expand(h, theirs)
+        our_pass(i, slots, False)(h, mine)
+        error["bits"] = (theirs != mine).double().mean().item()
+    return error
 
 
 @torch.no_grad()
@@ -113,7 +131,7 @@ def serve(case: Case, layers: list[Served], options) -> dict:
     ways, error, failed = checked(
         options.ways,
         lambda name: build(name, parts[0], options.rival_path),
-        lambda name, way: error_of(name, way, parts[0]),
+        lambda name, way: error_of(name, way, parts[0], options.rival_path),
         TOLERANCE,
         ("plugin", "idle", "multi_ids"),
     )

@@ -180,7 +180,7 @@ import torch
 from vllm.lora.ops.triton_ops import utils
 def lora_expand(h, B, y, slots, add_inputs):
     assert not utils._LORA_B_PTR_DICT and add_inputs
-    y += (utils.BY * torch.einsum("tr,tnr->tn", h[0], B[0][slots].float())).to(y.dtype)
+    y += (utils.BY * torch.einsum("tr,tnr->tn", h[0].to(y.dtype).float(), B[0][slots].float())).to(y.dtype)
 """,
 }
 
@@ -238,7 +238,7 @@ def test_serve_runs_kernels_of_vllm_from_a_folder(tmp_path, rivals):
     rows = run(serve, tmp_path, rivals + SMALL["serve"])["rows"][1:]
     assert rows and all(row["ms"].keys() == set(serve.WAYS) and not row["failed"] for row in rows)
     sys.modules["vllm.lora.ops.triton_ops.utils"].BY = 2
-    with pytest.raises(SystemExit, match="plugin is wrong: y by"):
+    with pytest.raises(SystemExit, match="idle is wrong: bits by"):
         run(serve, tmp_path, rivals + SMALL["serve"])
 
 

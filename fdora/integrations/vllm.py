@@ -19,6 +19,7 @@ from functools import cache, wraps
 from importlib import import_module
 from inspect import getattr_static, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from fdora import __version__
 from fdora._check import fail
-from fdora.functional import dora_norm, dora_scale
+from fdora.functional import dora_norm, dora_scale, select_backend
 from fdora.functional.opaque import scale_slots
 
 __all__ = ["obstacle", "register", "unregister"]
@@ -37,6 +38,8 @@ MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 LINEAR = ("column_parallel_linear", "row_parallel_linear", "replicated_linear")
 ROWS = 512  # unit rows in one product
 UNIT = 64.0  # in steps of a quantised activation: float8 and int8 hold it
+
+TABLES = ("token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
 
 # what is replaced -> the parameters that it must have; and what is called
 PARTS = {
@@ -55,7 +58,8 @@ CALLED = {
     "lora.lora_model:LoRAModel._should_skip_module": "module_name skip_prefixes",
     "lora.layers.base_linear:BaseLinearLayerWithLoRA.apply": "self x bias",
     "lora.layers.base_linear:BaseLinearLayerWithLoRA.set_lora": "self index lora_a lora_b",
-    "lora.layers.row_parallel_linear:RowParallelLinearWithLoRA.forward": "self input_",
+    "lora.layers.base_linear:BaseLinearLayerWithLoRA.set_mapping": "self punica_wrapper",
+    "lora.punica_wrapper.punica_base:PunicaWrapperBase.add_shrink": "self y x lora_a_stacked scale",
     "lora.punica_wrapper.punica_base:PunicaWrapperBase.token_lora_indices": "self",
     "model_executor.layers.linear:UnquantizedLinearMethod.apply": "self layer x bias",
     "distributed:tensor_model_parallel_all_reduce": "input_",
@@ -264,45 +268,68 @@ def _register_module(stock: Any, self: Any, module_name: str, module: Any) -> No
         self.fdora_slots = Slots(len(B[0]), B[0].device)
     module.g_stacked = torch.ones(len(B[0]), sum(each.shape[2] for each in B), device=B[0].device)
     module.slots_hold, module.slots_idle = self.fdora_slots.holds, self.fdora_slots.idle
+    module.low = low_of(module)
     kind: Any = type(module)
     module.__class__ = served(kind)
-    for M in (1, 2, 16) if B[0].is_cuda else ():  # compiles the kernel, which differs for one and for 16: a capture must not
-        z = torch.zeros(M, module.g_stacked.shape[1], dtype=B[0].dtype, device=B[0].device)
+    none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
+    tokens = SimpleNamespace(token_mapping_meta=SimpleNamespace(**dict.fromkeys(TABLES, none)), _token_lora_indices=none)
+    for M in (1, 2, 16) if module.low else ():  # compiles the kernel, which differs for one and for 16: a capture must not
+        z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
         for bias in (None, getattr(module.base_layer, "bias", None)):
-            scale_slots(z, module.g_stacked, z.new_zeros(M).long(), module.slots_hold, bias, torch.tensor([False]), None)
+            scaled(module, tokens, z, bias, [h, *module.low])
+
+
+def low_of(module: Any) -> list[Tensor]:
+    """B of all parts, and where their columns begin and end: the pass then adds what vLLM's expand would. Nothing where there
+    are no kernels or vLLM goes other ways."""
+    B, apart = module.lora_b_stacked, getattr(module, "_enable_aux_cuda_stream", False)
+    sizes = [each.shape[2] for each in B]
+    apart = apart or getattr(module.lora_config, "fully_sharded_loras", False)
+    if apart or any(size % 16 for size in sizes) or select_backend(B[0]).name != "triton":
+        return []
+    whole = torch.cat([each[:, 0] for each in B], 1)
+    module.lora_b_stacked = tuple([each[:, None] for each in whole.split(sizes, 1)])
+    return [whole, torch.tensor([0, *sizes], device=whole.device).cumsum(0).int() // 16]
 
 
 @cache
 def served(layer: Any) -> Any:
-    """A class of vLLM's layers, with the pass behind what it does. Of rows it comes after the sum over processes."""
-    if layer.__module__.endswith("row_parallel_linear"):
+    """A class of vLLM's layers, with the pass behind what it does. Of rows each process scales its part of the sum."""
 
-        class Rows(layer):
-            over_columns = True  # each process has some
+    class Served(layer):
+        over_columns = layer.__module__.endswith("row_parallel_linear")  # each process has some
 
-            def forward(self, input_: Tensor) -> Any:
-                out, base = super().forward(input_), self.base_layer
-                partial = self.tp_size > 1 and not base.reduce_results and self.tp_rank > 0
-                scaled(self, out[0] if isinstance(out, tuple) else out, None if base.skip_bias_add or partial else base.bias)
-                return out
-
-        return Rows
-
-    class Columns(layer):
-        over_columns = False
+        def set_mapping(self, punica_wrapper: Any) -> None:
+            super().set_mapping(Expand(self, punica_wrapper) if self.low else punica_wrapper)
 
         def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return scaled(self, super().apply(x, bias), bias)
+            z = super().apply(x, bias)
+            return z if self.low else scaled(self, self.punica_wrapper, z, bias, [])
 
-    return Columns
+    return Served
 
 
-def scaled(layer: Any, z: Tensor, bias: Tensor | None) -> Tensor:
-    """z itself, which has vLLM's LoRA and the bias in it."""
-    rows, tokens = z.view(-1, z.shape[-1]), layer.punica_wrapper
-    no_lora = getattr(getattr(tokens, "token_mapping_meta", None), "no_lora_flag_cpu", None)
+class Expand:
+    """vLLM's shrink, and the pass in the place of its expand."""
+
+    def __init__(self, layer: Any, tokens: Any):
+        self.layer, self.tokens = layer, tokens
+
+    def add_lora_linear(self, y: Tensor, x: Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, *_: Any) -> None:
+        A, layer, base = lora_a_stacked, self.layer, self.layer.base_layer
+        h = x.new_empty(len(A), x.shape[0], A[0].shape[2], dtype=torch.float32)
+        self.tokens.add_shrink(h, x, A, scale)
+        lacks = base.skip_bias_add or (layer.over_columns and layer.tp_rank > 0)
+        scaled(layer, self.tokens, y, None if lacks else base.bias, [h, *layer.low])
+
+
+def scaled(layer: Any, tokens: Any, z: Tensor, bias: Tensor | None, low: list[Tensor]) -> Tensor:
+    """z itself, which has the bias in it, and vLLM's LoRA where ``low`` is empty."""
+    rows, known = z.view(-1, z.shape[-1]), getattr(tokens, "token_mapping_meta", None)
+    tables, no_lora = [getattr(known, name) for name in TABLES if low], getattr(known, "no_lora_flag_cpu", None)
     slots = tokens._token_lora_indices[: rows.shape[0]]
-    scale_slots(rows, layer.g_stacked, slots, layer.slots_hold, bias, layer.slots_idle, no_lora)
+    given = {"low": low, "tables": tables, "idle": layer.slots_idle, "no_lora": no_lora}
+    scale_slots(rows, layer.g_stacked, layer.slots_hold, bias, slots, **given)
     return z
 
 
