@@ -59,7 +59,7 @@ def scale_slots(z: Tensor, g: Tensor, holds: Tensor, bias: Tensor | None, slots:
     if low:
         h, B, ends = low
         part = torch.searchsorted(16 * ends, torch.arange(z.shape[1], device=z.device), right=True) - 1
-        lora = torch.einsum("nmr,mnr->mn", cast(h, B.dtype).to(wide.dtype)[part], B[at].to(wide.dtype)) * known[:, None]
+        lora = torch.einsum("nmr,mnr->mn", cast(h, B.dtype).to(wide.dtype)[part], B[at].to(wide.dtype)).where(known[:, None], 0)
         wide, others = wide + lora, z + cast(lora, z.dtype)
     b = 0 if bias is None else bias.to(wide.dtype)
     changes = (known & (holds[at] != 0))[:, None] & (gt != 1)

@@ -19,7 +19,6 @@ from functools import cache, wraps
 from importlib import import_module
 from inspect import getattr_static, signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -272,19 +271,19 @@ def _register_module(stock: Any, self: Any, module_name: str, module: Any) -> No
     kind: Any = type(module)
     module.__class__ = served(kind)
     none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
-    tokens = SimpleNamespace(token_mapping_meta=SimpleNamespace(**dict.fromkeys(TABLES, none)), _token_lora_indices=none)
     for M in (1, 2, 16) if module.low else ():  # compiles the kernel, which differs for one and for 16: a capture must not
         z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
+        facts = {"low": [h, *module.low], "tables": [none] * 4, "idle": module.slots_idle, "no_lora": None}
         for bias in (None, getattr(module.base_layer, "bias", None)):
-            scaled(module, tokens, z, bias, [h, *module.low])
+            scale_slots(z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M), **facts)
 
 
 def low_of(module: Any) -> list[Tensor]:
     """B of all parts, and where their columns begin and end: the pass then adds what vLLM's expand would. Nothing where there
     are no kernels or vLLM goes other ways."""
-    B, apart = module.lora_b_stacked, getattr(module, "_enable_aux_cuda_stream", False)
+    B, config = module.lora_b_stacked, module.lora_config
     sizes = [each.shape[2] for each in B]
-    apart = apart or getattr(module.lora_config, "fully_sharded_loras", False)
+    apart = getattr(module, "_enable_aux_cuda_stream", False) or getattr(config, "fully_sharded_loras", False)
     if apart or any(size % 16 for size in sizes) or select_backend(B[0]).name != "triton":
         return []
     whole = torch.cat([each[:, 0] for each in B], 1)

@@ -190,6 +190,10 @@ class VocabParallelEmbeddingWithLoRA(nn.Module):
 class PunicaWrapperBase:
     def __init__(self, tokens):
         self._token_lora_indices = torch.full((tokens,), 99)
+        tables = ("token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
+        self.token_mapping_meta = SimpleNamespace(
+            **dict.fromkeys(tables, torch.zeros(0)), no_lora_flag_cpu=torch.tensor([False])
+        )
         self.count = 0
 
     @property
