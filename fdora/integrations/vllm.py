@@ -258,33 +258,31 @@ def _register_module(stock: Any, self: Any, module_name: str, module: Any) -> No
     """Every linear layer gets its buffer of g before anything is compiled or captured: which adapters come is not known."""
     stock(self, module_name, module)
     home, _, file = type(module).__module__.rpartition(".")
-    cut = getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False) and module.tp_size > 1
+    sharded = getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False)
     in_place = import_module("vllm.platforms").current_platform.can_update_inplace()
-    if home != "vllm.lora.layers" or file not in LINEAR or cut or not in_place:
+    if home != "vllm.lora.layers" or file not in LINEAR or (sharded and module.tp_size > 1) or not in_place:
         return
     B = module.lora_b_stacked
     if not hasattr(self, "fdora_slots"):
         self.fdora_slots = Slots(len(B[0]), B[0].device)
     module.g_stacked = torch.ones(len(B[0]), sum(each.shape[2] for each in B), device=B[0].device)
     module.slots_hold, module.slots_idle = self.fdora_slots.holds, self.fdora_slots.idle
-    module.low = low_of(module)
+    module.low = [] if sharded or getattr(module, "_enable_aux_cuda_stream", False) else low_of(module)
     kind: Any = type(module)
     module.__class__ = served(kind)
     none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
     for M in (1, 2, 16) if module.low else ():  # compiles the kernel, which differs for one and for 16: a capture must not
         z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
-        facts = {"low": [h, *module.low], "tables": [none] * 4, "idle": module.slots_idle, "no_lora": None}
         for bias in (None, getattr(module.base_layer, "bias", None)):
-            scale_slots(z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M), **facts)
+            given = z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M)
+            scale_slots(*given, low=[h, *module.low], tables=[none] * 4, idle=module.slots_idle, no_lora=None)
 
 
 def low_of(module: Any) -> list[Tensor]:
-    """B of all parts, and where their columns begin and end: the pass then adds what vLLM's expand would. Nothing where there
-    are no kernels or vLLM goes other ways."""
-    B, config = module.lora_b_stacked, module.lora_config
-    sizes = [each.shape[2] for each in B]
-    apart = getattr(module, "_enable_aux_cuda_stream", False) or getattr(config, "fully_sharded_loras", False)
-    if apart or any(size % 16 for size in sizes) or select_backend(B[0]).name != "triton":
+    """B of all parts, and where their columns begin and end: the pass then adds what vLLM's expand would. Nothing without
+    kernels."""
+    B, sizes = module.lora_b_stacked, [each.shape[2] for each in module.lora_b_stacked]
+    if any(size % 16 for size in sizes) or select_backend(B[0]).name != "triton":
         return []
     whole = torch.cat([each[:, 0] for each in B], 1)
     module.lora_b_stacked = tuple([each[:, None] for each in whole.split(sizes, 1)])
@@ -326,9 +324,8 @@ def scaled(layer: Any, tokens: Any, z: Tensor, bias: Tensor | None, low: list[Te
     """z itself, which has the bias in it, and vLLM's LoRA where ``low`` is empty."""
     rows, known = z.view(-1, z.shape[-1]), getattr(tokens, "token_mapping_meta", None)
     tables, no_lora = [getattr(known, name) for name in TABLES if low], getattr(known, "no_lora_flag_cpu", None)
-    slots = tokens._token_lora_indices[: rows.shape[0]]
-    given = {"low": low, "tables": tables, "idle": layer.slots_idle, "no_lora": no_lora}
-    scale_slots(rows, layer.g_stacked, layer.slots_hold, bias, slots, **given)
+    given = rows, layer.g_stacked, layer.slots_hold, bias, tokens._token_lora_indices[: rows.shape[0]]
+    scale_slots(*given, low=low, tables=tables, idle=layer.slots_idle, no_lora=no_lora)
     return z
 
 
