@@ -376,13 +376,14 @@ def _fill(manager: Any, model: Any, slot: int) -> None:
 
 def g_of(module: Any, slot: int, m: Any) -> Tensor:
     """``m / ||W + B A||`` of this process's rows, A and B as the slot has them (s is in B); 1 where a part has no m."""
-    As, Bs = ([t[slot, 0].float() for t in stacked] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
+    As, Bs = ([t[slot, 0] for t in stacked] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
     ends = torch.tensor([0, *(len(B) for B in Bs)]).cumsum(0).tolist()
     squares = torch.zeros(ends[-1], device=Bs[0].device)
     for columns, W in parts_of(module):
         for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
             rows = slice(ends[i], ends[i + 1])
-            squares[rows] += dora_norm(W[rows], A[:, columns], B, s=1.0, squared=True)
+            factors = [t if t.dtype == W.dtype else t.float() for t in (A[:, columns], B)]
+            squares[rows] += dora_norm(W[rows], *factors, s=1.0, squared=True)
     if module.tp_size > 1 and type(module).over_columns:
         squares = import_module("vllm.distributed").tensor_model_parallel_all_reduce(squares)
     cut, given = torch.cat(own_part(module, m)).unbind(1)

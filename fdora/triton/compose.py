@@ -97,7 +97,8 @@ def plan_slots(plan: Builder, z: Array, *given: Array | None) -> None:
     (P, M, R), N, segments = tensors["h"].shape, z.shape[1], tensors["ids"].shape[0]
     tile = SLOTS | {"BLOCK_S": power_of_two(segments), "BLOCK_R": 16 if R <= 16 else 32}
     grid = min(M, cdiv(M, SLOTS["BLOCK_M"]) + segments), cdiv(N, SLOTS["BLOCK_N"]), P
-    plan.launch(slots_kernel, grid, {"z": z, "M": M, "N": N, "R": R, "SEGMENTS": segments, **tensors, **tile}, num_stages=2)
+    tensors |= {"z": z, "M": M, "N": N, "R": R, "SEGMENTS": segments}
+    plan.launch(slots_kernel, grid, tensors | tile, num_stages=2, pdl=plan.pdl)
 
 
 def scale_slots(z: Tensor, *given: Any) -> None:

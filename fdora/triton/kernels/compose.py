@@ -12,6 +12,7 @@ import triton.language as tl
 from fdora.triton.kernels.g import times_g
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit
@@ -126,11 +127,14 @@ def slots_kernel(
     z, g, holds, bias,  # (M, N), (S, N), (S,), (N,)
     order, counts, starts, ids,  # (M,) and more, then as many as there are segments
     h, b, ends,  # (P, M, R), (S, N, R), (P + 1,) in sixteens: the compiler must know it
-    M, N, R, SEGMENTS, stride_z, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    M, N, R, SEGMENTS, stride_z,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """In place; a program has tokens of one slot, and columns of one part. Its product is that of vLLM's own kernel, step by
     step: tokens of LoRA get the same bits."""
     i, s, part = tl.program_id(0), tl.arange(0, BLOCK_S), tl.program_id(2)
+    if PDL:
+        gdc_wait()
     used = tl.load(ids + s, mask=s < SEGMENTS, other=-1) >= 0
     tiles = tl.cdiv(tl.load(counts + s, mask=used, other=0), BLOCK_M)
     behind = tl.cumsum(tiles, 0)
@@ -142,14 +146,13 @@ def slots_kernel(
         m = tl.load(order + tl.load(starts + at) + row, mask=row < tl.load(counts + at), other=M)
         n = first + tl.arange(0, BLOCK_N)
         own_h, own_b, to = Matrix(h + part * M * R, R, None), Matrix(b + slot * N * R, 1, R), Matrix(z, stride_z, None)
+        gn = tl.load(g + slot * N + n, mask=n < tl.where(tl.load(holds + slot) != 0, end, 0), other=1.0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for r0 in range(0, R, BLOCK_R):
             r = r0 + tl.arange(0, BLOCK_R)
             bt = loaded(own_b, r, n, R, end)
             acc = tl.dot(loaded(own_h, m, r, M, R).to(bt.dtype), bt, acc)
-        zt, last = loaded(to, m, n, M, end), tl.where(tl.load(holds + slot) != 0, end, 0)
-        gn = tl.load(g + slot * N + n, mask=n < last, other=1.0)
-        c = tl.zeros_like(gn)
+        zt, c = loaded(to, m, n, M, end), tl.zeros_like(gn)
         if bias is not None:
             c = tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)
         scaled = (gn * (zt.to(tl.float32) + acc - c) + c).to(zt.dtype)
