@@ -3,8 +3,9 @@
     pip install path/to/fdora          # a clone, into the environment of vLLM
     vllm serve MODEL --enable-lora --lora-modules law=path/to/adapter
 
-A layer ends in one more pass, ``y = g[slot of the token] * (z - bias) + bias`` of vLLM's own z, in place. g = m / ||W + s B A||
-is computed when an adapter is loaded, and kept. Tokens of LoRA adapters and of none have z as it is, bit for bit.
+On a GPU one pass takes the place of vLLM's expand, ``y = g[slot of the token] * (z + h B^T - bias) + bias`` of its base product
+and shrink, in place; elsewhere a pass comes behind it. g = m / ||W + s B A|| is computed when an adapter is loaded, and kept.
+Tokens of LoRA adapters and of none have what vLLM gives them, bit for bit.
 What cannot be served is refused when the adapter is loaded. ``VLLM_PLUGINS`` without fdora in it leaves vLLM alone.
 """
 
