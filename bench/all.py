@@ -78,6 +78,8 @@ TABLE = {
     "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
     "multi_again": Entry(60, "bench.multi --runs 5 --jobs 7 --G 4,32 --ways frozen,one,multi --kernels"),
     "multi_mixed4": Entry(25, "bench.multi --runs 9 --G 4 --r mixed --shapes 4096x4096 --ways multi,one --jobs 4"),
+    "serve": Entry(60, "bench.serve --runs 3 --jobs 15 --shapes 4096x4096,14336x4096"),
+    "serve_wide": Entry(60, "bench.serve --runs 3 --jobs 15 --shapes 4096x14336,5120x27648"),
     "experts": Entry(150, "bench.experts --runs 5"),
     "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
     "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
@@ -179,16 +181,9 @@ TABLE = {
     "demo": Entry(60, "demo.run"),
 }
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
-FILES = {
-    "launches": "host",
-    "issue_time": "host",
-    "lengths": "steps",
-    "norm_forms": "norm",
-    "norm_model": "norm",
-    "pytest": "suite",
-    "run": "demo",
-}
-WITH_RIVALS = ("layer", "group", "multi", "quant")
+FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
+FILES |= {"lengths": "steps", "serve": "multi"}
+WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
 # Commands that take --seconds.
 TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")
 
@@ -293,7 +288,9 @@ def parse(argv=None):
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
     parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
-    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi and quant")
+    parser.add_argument(
+        "--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi, serve and quant"
+    )
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - set(TABLE):

@@ -1,9 +1,11 @@
-"""The fused LoRA and DoRA of Axolotl, Unsloth and LoRAFusion, from an installed package or a folder that holds these files.
+"""Fused LoRA and DoRA of Axolotl, Unsloth, LoRAFusion and vLLM, from an installed package or a folder that holds these files.
 
     axolotl-ai-cloud/axolotl  axolotl/kernels/ (in src): lora, dora, quantize, geglu, swiglu, op_registry, utils
     unslothai/unsloth         unsloth/: bnb_availability; unsloth/kernels/: fast_lora, utils, geglu, swiglu
     CentML/lorafusion         lorafusion/utils/common, lorafusion/ops/: lora_v1, multi_lora; lorafusion/ops/triton_ops/: config,
                               utils, fused_lora_xw_sb, fused_lora_dys_dyb, fused_lora_dyw_dsa, and the same of fused_multi_lora
+    vllm-project/vllm         vllm/lora/ops/triton_ops/: kernel_utils, utils, lora_shrink_op, lora_expand_op,
+                              lora_kernel_metadata
 
 Only these modules run, none of the ``__init__`` above them. What they import beside torch, Triton and numpy serves quantised
 weights, dropout, logging, their own benchmarks, or the tensor descriptors that Triton had up to 3.3 (LoRAFusion's variant with
@@ -11,7 +13,8 @@ TMA); :func:`stand_ins` answers for it. A checkout of each repository will do as
 
 One projection each: Axolotl's ``LoRA_O`` (LoRA and DoRA), Unsloth's ``LoRA_W``, LoRAFusion's ``FusedLinearLoRA`` without
 dropout; for many adapters its ``FusedLinearMultiLoRA``. Layers that share their input: Axolotl's ``LoRA_QKV``,
-``LoRA_FusedProj``, ``LoRA_MLP``; Unsloth's ``LoRA_QKV``, ``LoRA_MLP``, not in place, since x is read again here.
+``LoRA_FusedProj``, ``LoRA_MLP``; Unsloth's ``LoRA_QKV``, ``LoRA_MLP``, not in place, since x is read again here. Tokens of a
+server: vLLM's shrink and expand.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import torch
@@ -67,6 +71,7 @@ def module(name: str, **attributes) -> ModuleType:
 
 def stand_ins() -> dict[str, dict[str, ModuleType]]:
     """By package; where a name belongs to another one, it is taken away again once the package is loaded."""
+    import triton
     from packaging.version import Version
 
     bnb = module("bitsandbytes.functional", QuantState=MagicMock, get_ptr=None, lib=MagicMock())
@@ -90,6 +95,14 @@ def stand_ins() -> dict[str, dict[str, ModuleType]]:
             module(f"{ops}.fused_dropout_matmul", fused_dropout_matmul=None),
             module("lorafusion.utils.benchmark", benchmark=None, set_warmup_and_number=None),
             module("lorafusion.utils.testing", assert_verbose_allclose_two_rounds=None),
+        ],
+        "vllm": [
+            module("vllm.envs", VLLM_BATCH_INVARIANT=False, VLLM_LORA_ENABLE_DUAL_STREAM=False, VLLM_TUNED_CONFIG_FOLDER=None),
+            module("vllm.logger", init_logger=lambda name: MagicMock()),
+            module("vllm.platforms", current_platform=MagicMock(is_cuda=lambda: False)),
+            module("vllm.triton_utils", tl=triton.language, triton=triton),
+            module("vllm.utils.math_utils", next_power_of_2=triton.next_power_of_2),
+            module("vllm.utils.torch_utils", async_tensor_h2d=None, direct_register_custom_op=lambda **op: None),
         ],
     }
     return {package: {made.__name__: made for made in modules} for package, modules in found.items()}
@@ -274,3 +287,30 @@ def fit_lorafusion(r: int) -> None:
         stages = (232448 // rows - r) // tile.block_size_k
         fitted[kernel] = replace(tile, num_stages=max(1, min(tile.num_stages, stages)))
     config.HARDWARE_CONFIGS[config.get_device_short_name()] = replace(config.H100_CONFIG, **fitted)
+
+
+class Slots(NamedTuple):
+    """How a server adds ``(x A^T) B^T`` of each token's slot to y: h (1, M, r) of x, then y of h, in place. ``tables``: tokens
+    sorted by slot; of each slot how many, where they begin, and which it is."""
+
+    shrink: Callable[[Tensor], Tensor]
+    expand: Callable[[Tensor, Tensor], object]
+    tables: list[Tensor]
+
+
+def vllm_lora(folders: Sequence[Path], A: Tensor, B: Tensor, slots: Tensor) -> Slots:
+    """vLLM's kernels, for a layer of one part: A (S, r, K), B (S, N, r)."""
+    ops = "vllm.lora.ops.triton_ops"
+    names = ("lora_shrink_op", "lora_expand_op", "lora_kernel_metadata", "utils")
+    shrinks, expands, metadata, utils = (load(f"{ops}.{name}", folders) for name in names)
+    utils._LORA_A_PTR_DICT.clear(), utils._LORA_B_PTR_DICT.clear()  # by address, and for ever
+    tokens = metadata.LoRAKernelMeta.make(len(A), len(slots), slots.device)
+    tokens.prepare_tensors(slots.cpu())
+    given = tokens.meta_args(len(slots), False)
+
+    def shrink(x: Tensor) -> Tensor:
+        h = x.new_empty(1, len(x), A.shape[1], dtype=torch.float32)
+        shrinks.lora_shrink(x, [A], h, *given, 1.0)
+        return h
+
+    return Slots(shrink, lambda h, y: expands.lora_expand(h, [B], y, *given, add_inputs=True), list(given[1:5]))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import converge, diffusion, issue_time, model, quant, quant_model, report_shapes, schedule, steps, vit
+from bench import converge, diffusion, issue_time, model, quant, quant_model, report_shapes, schedule, serve, steps, vit
 from bench.all import TABLE
 from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
@@ -537,6 +537,10 @@ VISION = (
     "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted (`python -m bench.vit`, "
     "which says what the ways are)."
 )
+SERVING = (
+    "One layer of a server, GPU time over that of vLLM's kernels for LoRA, lowest to highest of all shapes and ranks "
+    "(`python -m bench.serve`, which says what the ways are). g of an adapter of all linears of Llama-3.1-8B, r 64: {loads}."
+)
 DIFFUSION = (
     "A training step of diffusers' models at their published sizes, random weights (`python -m bench.diffusion`, which says "
     "what the models and ways are)."
@@ -581,6 +585,12 @@ def diffusion_models() -> list[str]:
         found = result(name)
         parts += [f"### {name}", diffusion.markdown(found["rows"]), *not_run(found.get("failed", {}))]
     return parts
+
+
+def serving() -> list[str]:
+    rows = [row for name in names("serve") for row in result(name)["rows"]]
+    loads = [f"{row['ms']['model']:.1f} ms" for row in rows if row["kind"] == "load"]
+    return [SERVING.format(loads=" and ".join(loads)), serve.markdown([row for row in rows if row["kind"] == "serve"])]
 
 
 def full() -> list[str]:
@@ -640,6 +650,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[], list[str]]]] = {
     "Quantised base weights": (("quant",), quantised),
     "A vision transformer": (("vit",), vision),
     "Diffusion models": (("diffusion",), diffusion_models),
+    "Serving": (("serve",), serving),
     "Gradients through the norm": (("full",), full),
     "Many adapters in a pipeline": (
         ("schedule",),

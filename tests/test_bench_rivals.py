@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import checkouts, group, layer, ways
-from tests.test_bench import LAYER, run
+from bench import checkouts, group, layer, serve, ways
+from tests.test_bench import LAYER, SMALL, run
 
 
 def test_layer_runs_code_of_the_paper_from_a_folder(tmp_path, monkeypatch):
@@ -139,6 +139,49 @@ H100_CONFIG = Config(Tile(128, 256, 64, 4), Tile(128, 256, 64, 3), Tile(128, 256
 HARDWARE_CONFIGS = {"h100": H100_CONFIG}
 def get_device_short_name(): return "h200"
 """,
+    "vllm/__init__.py": "raise ImportError",
+    "vllm/lora/ops/triton_ops/utils.py": """
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import next_power_of_2
+assert not current_platform.is_cuda() and next_power_of_2(5) == 8 and init_logger(__name__)
+_LORA_A_PTR_DICT, _LORA_B_PTR_DICT = {"of another layer": 1}, {"of another layer": 1}
+is_batch_invariant, BY = envs.VLLM_BATCH_INVARIANT, 1
+""",
+    "vllm/lora/ops/triton_ops/lora_kernel_metadata.py": """
+class LoRAKernelMeta:
+    @classmethod
+    def make(cls, max_loras, max_num_tokens, device):
+        assert max_num_tokens and str(device) == "cpu"
+        return cls()
+    def prepare_tensors(self, token_lora_mapping):
+        self.slots = token_lora_mapping
+    def meta_args(self, token_nums, specialize_active_lora):
+        assert token_nums == len(self.slots) and specialize_active_lora is False
+        return (self.slots,)
+""",
+    "vllm/lora/ops/triton_ops/lora_shrink_op.py": """
+import torch
+from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.lora.ops.triton_ops import utils
+def _lora_shrink(x, A, h, slots, scaling):
+    assert not utils._LORA_A_PTR_DICT and not utils.is_batch_invariant and h.dtype == torch.float32
+    h[0] = scaling * torch.einsum("tk,trk->tr", x.float(), A[0][slots].float())
+try:
+    direct_register_custom_op(op_name="lora_shrink", op_func=_lora_shrink, mutates_args=["output_tensor"])
+    lora_shrink = torch.ops.vllm.lora_shrink
+except AttributeError:
+    lora_shrink = _lora_shrink
+""",
+    "vllm/lora/ops/triton_ops/lora_expand_op.py": """
+import torch
+from vllm.lora.ops.triton_ops import utils
+def lora_expand(h, B, y, slots, add_inputs):
+    assert not utils._LORA_B_PTR_DICT and add_inputs
+    y += (utils.BY * torch.einsum("tr,tnr->tn", h[0].to(y.dtype).float(), B[0][slots].float())).to(y.dtype)
+""",
 }
 
 
@@ -151,7 +194,7 @@ def rivals(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.setattr(checkouts, "find_spec", lambda name: None)
     yield f"--rival-path {tmp_path / 'a'} --rival-path {tmp_path / 'b'},{tmp_path / 'b'} "
-    for name in [name for name in sys.modules if name.split(".")[0] in ("axolotl", "unsloth", "lorafusion")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("axolotl", "unsloth", "lorafusion", "vllm")]:
         del sys.modules[name]
 
 
@@ -189,6 +232,14 @@ def test_layer_times_and_lists_a_wrong_rival(tmp_path, rivals, capsys):
     assert reason == "lorafusion: ValueError: LoRAFusion's kernels take ranks that are powers of two from 16 on, got 4"
     assert "unsloth_lora: dA by 1.0e+00" in result["summary"]["wrong"] and "unsloth_lora" in result["rows"][0]["ms"]
     assert "\nwrong: unsloth_lora: dA by 1.0e+00" in capsys.readouterr().out
+
+
+def test_serve_runs_kernels_of_vllm_from_a_folder(tmp_path, rivals):
+    rows = run(serve, tmp_path, rivals + SMALL["serve"])["rows"][1:]
+    assert rows and all(row["ms"].keys() == set(serve.WAYS) and not row["failed"] for row in rows)
+    sys.modules["vllm.lora.ops.triton_ops.utils"].BY = 2
+    with pytest.raises(SystemExit, match="idle is wrong: bits by"):
+        run(serve, tmp_path, rivals + SMALL["serve"])
 
 
 def test_lorafusion_on_other_hopper_chips_and_ranks(rivals):

@@ -378,7 +378,7 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
 
 
 def test_tables_by_hand():
-    """Which no command writes: gradients through the norm, products of 8 bits."""
+    """Which no command writes: gradients through the norm, products of 8 bits, a server's kernels."""
     result = lambda name: records.result(f"h200/{name}")  # noqa: E731
     full, ratios, shares = result("full"), {}, {}
     for x in full["rows"]:
@@ -395,6 +395,16 @@ def test_tables_by_hand():
     for M in (16, 512, 4096):
         cells = [" to ".join(map(short, (min(each), max(each)))) for each in (shares[M, "row"], shares[M, "128 x 128"])]
         assert f"\n| {M} | {' | '.join(cells)} |\n" in PAGES["docs/quantised.md"]
+
+    served = result("serve")["rows"]
+    shares = {way: [x["ratio"][f"{way}/vllm_lora"] for x in served if "ratio" in x] for way in ("plugin", "idle", "multi_ids")}
+    plugin, idle, multi = (f"{min(each):.2f} to {max(each):.2f}" for each in shares.values())
+    said = " ".join(PAGES["docs/serving.md"].split())
+    assert (
+        f" take {plugin} of their time with vLLM's LoRA (1 to 8192 tokens, 1 to 64 adapters), those of LoRA requests {idle}:"
+        in said
+    )
+    assert f"`dora_linear_multi` takes {multi}, but" in said and f"r = 64, takes {served[0]['ms']['model']:.1f} ms." in said
 
 
 def test_each_table_shows_its_own_measurements():

@@ -7,13 +7,17 @@ base and lora are (M, N), or (L, N, P) where the channels of a convolution lie b
 
 A server composes last, and in place: it has z = base + s lora + bias, and g in slots, one for each adapter that is loaded. Each
 token takes ``z <- g (z - bias) + bias``, g that of its slot. Where g is 1, and for tokens of slots without DoRA or of none, z
-stays as it is, bit for bit.
+stays as it is, bit for bit. Where z lacks the low-rank term of its slot, the same pass adds it: ``z <- g (z + h B^T - bias) +
+bias``, rounded once; without DoRA h B^T is rounded before, as a server for LoRA does it.
 
 Backward:   d base = h dout     d lora = g s dout     dg = sum_t dout (base + s lora)     dbias = sum_t dout
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from fdora.eager._matmul import acc_dtype, cast, times_g
@@ -46,11 +50,17 @@ def compose_bwd(
     return dbase, dlora, dg, dbias
 
 
-def scale_slots(z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None) -> None:
-    """z (M, N), changed in place; g (S, N), slots (M,) int64, holds (S,) int32, bias (N,). Slots but 0 ... S - 1 are none."""
+def scale_slots(z: Tensor, g: Tensor, holds: Tensor, bias: Tensor | None, slots: Tensor, low: Sequence[Tensor] = ()) -> None:
+    """z (M, N), changed in place; g (S, N), holds (S,) int32, bias (N,), slots (M,) int64. Slots but 0 ... S - 1 are none.
+    ``low``: h (P, M, R), B (S, N, R) and where the columns of P parts begin and end, (P + 1,) in sixteens."""
     known = (slots >= 0) & (slots < g.shape[0])
     at = slots.where(known, 0)
-    gt, wide = g[at], z.to(acc_dtype(z.dtype))
+    gt, wide, others = g[at], z.to(acc_dtype(z.dtype)), z
+    if low:
+        h, B, ends = low
+        part = torch.searchsorted(16 * ends, torch.arange(z.shape[1], device=z.device), right=True) - 1
+        lora = torch.einsum("nmr,mnr->mn", cast(h, B.dtype).to(wide.dtype)[part], B[at].to(wide.dtype)).where(known[:, None], 0)
+        wide, others = wide + lora, z + cast(lora, z.dtype)
     b = 0 if bias is None else bias.to(wide.dtype)
     changes = (known & (holds[at] != 0))[:, None] & (gt != 1)
-    z.copy_(z.where(~changes, cast(gt * (wide - b) + b, z.dtype)))
+    z.copy_(others.where(~changes, cast(gt * (wide - b) + b, z.dtype)))

@@ -105,25 +105,29 @@ _library.define(
 _library.impl("linears", _linears, "CompositeImplicitAutograd")
 
 
-def _scale_slots(
-    z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None, idle: Tensor, no_lora: Tensor | None
-) -> None:
+def _scale_slots(z: Tensor, *given: Any, low: list[Tensor], tables: list[Tensor], idle: Tensor, no_lora: Tensor | None) -> None:
     if no_lora is not None and no_lora.item():
         return
-    if idle.item() and not (z.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    OPS[select_backend(z).name].scale_slots(z, g, slots, holds, bias)
+    if low and select_backend(z).name == "triton":
+        OPS["triton"].scale_slots(z, *given, low, tables)
+    elif low or not idle.item() or (z.is_cuda and torch.cuda.is_current_stream_capturing()):
+        OPS["eager"].scale_slots(z, *given, low)
 
 
 _slots_library = library_of("scale_slots")
 _slots_library.define(
-    "scale_slots(Tensor(a!) z, Tensor g, Tensor slots, Tensor holds, Tensor? bias, Tensor idle, Tensor? no_lora) -> ()",
+    "scale_slots(Tensor(a!) z, Tensor g, Tensor holds, Tensor? bias, Tensor slots, *, Tensor[] low, Tensor[] tables, "
+    "Tensor idle, Tensor? no_lora) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _slots_library.impl("scale_slots", _scale_slots, "CompositeExplicitAutograd")
-torch.library.register_fake("fdora::scale_slots", lambda *_: None, lib=_slots_library)
+torch.library.register_fake("fdora::scale_slots", lambda *_, **__: None, lib=_slots_library)
 
 scale_slots = torch.ops.fdora.scale_slots.default
-"""``z <- g[slots] * (z - bias) + bias`` for the tokens whose slot holds DoRA. z (M, N), g (S, N) float32, slots (M,) int64 (-1
-and what is no slot: none), holds (S,) int32, bias (N,) as it is in z; on the CPU: idle, that no slot holds DoRA, and no_lora,
-that no token has a slot (one element each)."""
+"""``z <- g[slots] * (z - bias) + bias`` for the tokens whose slot holds DoRA. z (M, N), g (S, N) float32, holds (S,) int32,
+bias (N,) as it is in z, slots (M,) int64 (-1 and what is no slot: none); on the CPU: idle, that no slot holds DoRA, and
+no_lora, that no token has a slot (one element each).
+
+``low``: h (P, M, R) float32, B (S, N, R) and int32 (P + 1,) of P parts, whose columns begin and end there, in sixteens: h B^T
+is added before, also without DoRA, and kernels do it, to whom ``tables`` say whose each token is, int32: the tokens sorted by
+slot; how many of each slot, from where on, and which slot (-1: none)."""

@@ -3,8 +3,9 @@
     pip install path/to/fdora          # a clone, into the environment of vLLM
     vllm serve MODEL --enable-lora --lora-modules law=path/to/adapter
 
-A layer ends in one more pass, ``y = g[slot of the token] * (z - bias) + bias`` of vLLM's own z, in place. g = m / ||W + s B A||
-is computed when an adapter is loaded, and kept. Tokens of LoRA adapters and of none have z as it is, bit for bit.
+On a GPU one pass takes the place of vLLM's expand, ``y = g[slot of the token] * (z + h B^T - bias) + bias`` of its base product
+and shrink, in place; elsewhere a pass comes behind it. g = m / ||W + s B A|| is computed when an adapter is loaded, and kept.
+Tokens of LoRA adapters and of none have what vLLM gives them, bit for bit.
 What cannot be served is refused when the adapter is loaded. ``VLLM_PLUGINS`` without fdora in it leaves vLLM alone.
 """
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from fdora import __version__
 from fdora._check import fail
-from fdora.functional import dora_norm, dora_scale
+from fdora.functional import dora_norm, dora_scale, select_backend
 from fdora.functional.opaque import scale_slots
 
 __all__ = ["obstacle", "register", "unregister"]
@@ -37,6 +38,8 @@ MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 LINEAR = ("column_parallel_linear", "row_parallel_linear", "replicated_linear")
 ROWS = 512  # unit rows in one product
 UNIT = 64.0  # in steps of a quantised activation: float8 and int8 hold it
+
+TABLES = ("token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
 
 # what is replaced -> the parameters that it must have; and what is called
 PARTS = {
@@ -55,7 +58,8 @@ CALLED = {
     "lora.lora_model:LoRAModel._should_skip_module": "module_name skip_prefixes",
     "lora.layers.base_linear:BaseLinearLayerWithLoRA.apply": "self x bias",
     "lora.layers.base_linear:BaseLinearLayerWithLoRA.set_lora": "self index lora_a lora_b",
-    "lora.layers.row_parallel_linear:RowParallelLinearWithLoRA.forward": "self input_",
+    "lora.layers.base_linear:BaseLinearLayerWithLoRA.set_mapping": "self punica_wrapper",
+    "lora.punica_wrapper.punica_base:PunicaWrapperBase.add_shrink": "self y x lora_a_stacked scale",
     "lora.punica_wrapper.punica_base:PunicaWrapperBase.token_lora_indices": "self",
     "model_executor.layers.linear:UnquantizedLinearMethod.apply": "self layer x bias",
     "distributed:tensor_model_parallel_all_reduce": "input_",
@@ -255,54 +259,74 @@ def _register_module(stock: Any, self: Any, module_name: str, module: Any) -> No
     """Every linear layer gets its buffer of g before anything is compiled or captured: which adapters come is not known."""
     stock(self, module_name, module)
     home, _, file = type(module).__module__.rpartition(".")
-    cut = getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False) and module.tp_size > 1
+    sharded = getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False)
     in_place = import_module("vllm.platforms").current_platform.can_update_inplace()
-    if home != "vllm.lora.layers" or file not in LINEAR or cut or not in_place:
+    if home != "vllm.lora.layers" or file not in LINEAR or (sharded and module.tp_size > 1) or not in_place:
         return
     B = module.lora_b_stacked
     if not hasattr(self, "fdora_slots"):
         self.fdora_slots = Slots(len(B[0]), B[0].device)
     module.g_stacked = torch.ones(len(B[0]), sum(each.shape[2] for each in B), device=B[0].device)
     module.slots_hold, module.slots_idle = self.fdora_slots.holds, self.fdora_slots.idle
+    module.low = [] if sharded or getattr(module, "_enable_aux_cuda_stream", False) else low_of(module)
     kind: Any = type(module)
     module.__class__ = served(kind)
-    for M in (1, 2, 16) if B[0].is_cuda else ():  # compiles the kernel, which differs for one and for 16: a capture must not
-        z = torch.zeros(M, module.g_stacked.shape[1], dtype=B[0].dtype, device=B[0].device)
+    none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
+    for M in (1, 2, 16) if module.low else ():  # compiles the kernel, which differs for one and for 16: a capture must not
+        z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
         for bias in (None, getattr(module.base_layer, "bias", None)):
-            scale_slots(z, module.g_stacked, z.new_zeros(M).long(), module.slots_hold, bias, torch.tensor([False]), None)
+            given = z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M)
+            scale_slots(*given, low=[h, *module.low], tables=[none] * 4, idle=module.slots_idle, no_lora=None)
+
+
+def low_of(module: Any) -> list[Tensor]:
+    """B of all parts, and where their columns begin and end: the pass then adds what vLLM's expand would. Nothing without
+    kernels."""
+    B, sizes = module.lora_b_stacked, [each.shape[2] for each in module.lora_b_stacked]
+    if any(size % 16 for size in sizes) or select_backend(B[0]).name != "triton":
+        return []
+    whole = torch.cat([each[:, 0] for each in B], 1)
+    module.lora_b_stacked = tuple([each[:, None] for each in whole.split(sizes, 1)])
+    return [whole, torch.tensor([0, *sizes], device=whole.device).cumsum(0).int() // 16]
 
 
 @cache
 def served(layer: Any) -> Any:
-    """A class of vLLM's layers, with the pass behind what it does. Of rows it comes after the sum over processes."""
-    if layer.__module__.endswith("row_parallel_linear"):
+    """A class of vLLM's layers, with the pass behind what it does. Of rows each process scales its part of the sum."""
 
-        class Rows(layer):
-            over_columns = True  # each process has some
+    class Served(layer):
+        over_columns = layer.__module__.endswith("row_parallel_linear")  # each process has some
 
-            def forward(self, input_: Tensor) -> Any:
-                out, base = super().forward(input_), self.base_layer
-                partial = self.tp_size > 1 and not base.reduce_results and self.tp_rank > 0
-                scaled(self, out[0] if isinstance(out, tuple) else out, None if base.skip_bias_add or partial else base.bias)
-                return out
-
-        return Rows
-
-    class Columns(layer):
-        over_columns = False
+        def set_mapping(self, punica_wrapper: Any) -> None:
+            super().set_mapping(Expand(self, punica_wrapper) if self.low else punica_wrapper)
 
         def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return scaled(self, super().apply(x, bias), bias)
+            z = super().apply(x, bias)
+            return z if self.low else scaled(self, self.punica_wrapper, z, bias, [])
 
-    return Columns
+    return Served
 
 
-def scaled(layer: Any, z: Tensor, bias: Tensor | None) -> Tensor:
-    """z itself, which has vLLM's LoRA and the bias in it."""
-    rows, tokens = z.view(-1, z.shape[-1]), layer.punica_wrapper
-    no_lora = getattr(getattr(tokens, "token_mapping_meta", None), "no_lora_flag_cpu", None)
-    slots = tokens._token_lora_indices[: rows.shape[0]]
-    scale_slots(rows, layer.g_stacked, slots, layer.slots_hold, bias, layer.slots_idle, no_lora)
+class Expand:
+    """vLLM's shrink, and the pass in the place of its expand."""
+
+    def __init__(self, layer: Any, tokens: Any):
+        self.layer, self.tokens = layer, tokens
+
+    def add_lora_linear(self, y: Tensor, x: Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, *_: Any) -> None:
+        A, layer, base = lora_a_stacked, self.layer, self.layer.base_layer
+        h = x.new_empty(len(A), x.shape[0], A[0].shape[2], dtype=torch.float32)
+        self.tokens.add_shrink(h, x, A, scale)
+        lacks = base.skip_bias_add or (layer.over_columns and layer.tp_rank > 0)
+        scaled(layer, self.tokens, y, None if lacks else base.bias, [h, *layer.low])
+
+
+def scaled(layer: Any, tokens: Any, z: Tensor, bias: Tensor | None, low: list[Tensor]) -> Tensor:
+    """z itself, which has the bias in it, and vLLM's LoRA where ``low`` is empty."""
+    rows, known = z.view(-1, z.shape[-1]), getattr(tokens, "token_mapping_meta", None)
+    tables, no_lora = [getattr(known, name) for name in TABLES if low], getattr(known, "no_lora_flag_cpu", None)
+    given = rows, layer.g_stacked, layer.slots_hold, bias, tokens._token_lora_indices[: rows.shape[0]]
+    scale_slots(*given, low=low, tables=tables, idle=layer.slots_idle, no_lora=no_lora)
     return z
 
 
@@ -353,13 +377,14 @@ def _fill(manager: Any, model: Any, slot: int) -> None:
 
 def g_of(module: Any, slot: int, m: Any) -> Tensor:
     """``m / ||W + B A||`` of this process's rows, A and B as the slot has them (s is in B); 1 where a part has no m."""
-    As, Bs = ([t[slot, 0].float() for t in stacked] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
+    As, Bs = ([t[slot, 0] for t in stacked] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
     ends = torch.tensor([0, *(len(B) for B in Bs)]).cumsum(0).tolist()
     squares = torch.zeros(ends[-1], device=Bs[0].device)
     for columns, W in parts_of(module):
         for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
             rows = slice(ends[i], ends[i + 1])
-            squares[rows] += dora_norm(W[rows], A[:, columns], B, s=1.0, squared=True)
+            factors = [t if t.dtype == W.dtype else t.float() for t in (A[:, columns], B)]
+            squares[rows] += dora_norm(W[rows], *factors, s=1.0, squared=True)
     if module.tp_size > 1 and type(module).over_columns:
         squares = import_module("vllm.distributed").tensor_model_parallel_all_reduce(squares)
     cut, given = torch.cat(own_part(module, m)).unbind(1)

@@ -29,9 +29,11 @@ from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
+from fdora.triton.tiles.configs import power_of_two
 
 TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
 BWD = {"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}
+SLOTS = {"BLOCK_M": 64, "BLOCK_N": 128}  # vLLM's
 POINTS, STRIP = 512, 4096  # of a plane: in a block, and in what one program of backward sums
 
 
@@ -88,17 +90,22 @@ def plan_compose_backward(
             column_sums(plan, partial, total)
 
 
-@maker("scale_slots", "matrix matrix vector vector vector")
-def plan_slots(plan: Builder, z: Array, g: Array, slots: Array, holds: Array, bias: Array | None) -> None:
-    plan.path = "one pass, in place, over the tokens of DoRA adapters"
-    sizes = {"M": z.shape[0], "N": z.shape[1], "S": g.shape[0]}
-    plan.launch(slots_kernel, "M N", {"z": z, "g": g, "slots": slots, "holds": holds, "bias": bias} | sizes | TILE)
+@maker("scale_slots", "matrix flat vector vector vector vector vector vector stack stack vector")
+def plan_slots(plan: Builder, z: Array, *given: Array | None) -> None:
+    plan.path = "h B^T and g by slots in one pass, in place"
+    tensors: dict[str, Any] = named("g holds bias order counts starts ids h b ends", given)
+    (P, M, R), N, segments = tensors["h"].shape, z.shape[1], tensors["ids"].shape[0]
+    tile = SLOTS | {"BLOCK_S": power_of_two(segments), "BLOCK_R": 16 if R <= 16 else 32}
+    grid = min(M, cdiv(M, SLOTS["BLOCK_M"]) + segments), cdiv(N, SLOTS["BLOCK_N"]), P
+    tensors |= {"z": z, "M": M, "N": N, "R": R, "SEGMENTS": segments}
+    plan.launch(slots_kernel, grid, tensors | tile, num_stages=2, pdl=plan.pdl)
 
 
-def scale_slots(z: Tensor, g: Tensor, slots: Tensor, holds: Tensor, bias: Tensor | None) -> None:
-    """In place; the elements of a row of z and of g next to each other."""
-    given = (z, g, slots, holds, bias)
-    run(plan_for(plan_slots, given), given)
+def scale_slots(z: Tensor, *given: Any) -> None:
+    """In place, the elements of a row of z next to each other; the tables say whose each token is."""
+    g, holds, bias, _, low, tables = given
+    tensors = (z, g, holds, bias, *tables, *low)
+    run(plan_for(plan_slots, tensors), tensors)
 
 
 def _planes(shape: tuple[int, ...]) -> tuple[dict[str, int], int, int]:

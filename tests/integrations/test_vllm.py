@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ from tests.integrations import vllm_stand_in as engine
 from tests.snippets import ROOT
 
 K, HIDDEN = 16, 24
-SHAPES = {"a.q": (24, K), "a.k": (8, K), "a.v": (8, K), "a.o": (K, HIDDEN), "a.gate": (6, K)}
+SHAPES = {"a.q": (64, K), "a.k": (32, K), "a.v": (32, K), "a.o": (K, HIDDEN), "a.gate": (16, K)}
 PACKED = {"a.qkv": ["a.q", "a.k", "a.v"]}
 S = 1.5
 
 
-@pytest.fixture
-def vllm():
+@pytest.fixture(params=["after vLLM's expand", "in its place"])
+def vllm(request, monkeypatch):
+    """The pass as it is on a CPU, and as it is where there are kernels: here plain torch computes what they do."""
+    if request.param == "in its place":
+        monkeypatch.setattr(plugin, "select_backend", lambda t: SimpleNamespace(name="triton"))
     with engine.stand_in():
         plugin.register()
         yield
@@ -195,7 +199,7 @@ def test_a_quantised_base(vllm, base, tmp_path, step):
     manager = found._adapter_manager
     decoded = {
         n: W.double()
-        for n, W in zip(PACKED["a.qkv"], manager.modules["a.qkv"].base_layer.quant_method.W.split([24, 8, 8]), strict=True)
+        for n, W in zip(PACKED["a.qkv"], manager.modules["a.qkv"].base_layer.quant_method.W.split([64, 32, 32]), strict=True)
     }
     decoded["a.o"] = manager.modules["a.o"].base_layer.quant_method.W.double()
     adapter(tmp_path / "one", base, seed=1)
@@ -231,7 +235,7 @@ BAD = {
     "no A": (without("a.k.lora_A"), {}, "got none of A."),
     "not said": (lambda t: None, {"use_dora": False}, "`use_dora` must be true beside magnitudes, got false."),
     "NaN": (set_to("a.o.lora_magnitude_vector", torch.full((K,), torch.nan)), {}, "`a.o` must be an adapter of finite numbers"),
-    "magnitudes of another layer": (set_to("a.k.lora_magnitude_vector", torch.ones(5)), {}, "got (4, 16), (8, 4), (5,)."),
+    "magnitudes of another layer": (set_to("a.k.lora_magnitude_vector", torch.ones(5)), {}, "got (4, 16), (32, 4), (5,)."),
     "another base": (
         lambda t: [
             set_to(f"a.o.{n}", v)(t) for n, v in (("lora_B.weight", torch.ones(8, 4)), ("lora_magnitude_vector", torch.ones(8)))

@@ -130,6 +130,9 @@ class BaseLinearLayerWithLoRA(nn.Module):
         self.lora_a_stacked = tuple(torch.zeros(slots, 1, r, base_layer.weight.shape[1], dtype=dtype) for _ in sizes)
         self.lora_b_stacked = tuple(torch.zeros(slots, 1, n, r, dtype=dtype) for n in sizes)
 
+    def set_mapping(self, punica_wrapper):
+        self.punica_wrapper = punica_wrapper
+
     def slice_lora_a(self, a):
         return a
 
@@ -152,7 +155,7 @@ class BaseLinearLayerWithLoRA(nn.Module):
     def apply(self, x, bias=None):
         y = self.base_layer.quant_method.apply(self.base_layer, x, bias)
         self.punica_wrapper.add_lora_linear(
-            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), self.lora_a_stacked, self.lora_b_stacked
+            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), self.lora_a_stacked, self.lora_b_stacked, 1.0, (y.shape[-1],)
         )
         return y
 
@@ -187,13 +190,22 @@ class VocabParallelEmbeddingWithLoRA(nn.Module):
 class PunicaWrapperBase:
     def __init__(self, tokens):
         self._token_lora_indices = torch.full((tokens,), 99)
+        tables = ("token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
+        self.token_mapping_meta = SimpleNamespace(
+            **dict.fromkeys(tables, torch.zeros(0)), no_lora_flag_cpu=torch.tensor([False])
+        )
         self.count = 0
 
     @property
     def token_lora_indices(self):
         return self._token_lora_indices[: self.count]
 
-    def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked):
+    def add_shrink(self, y, x, lora_a_stacked, scale):
+        for h, A in zip(y, lora_a_stacked, strict=True):
+            for t, slot in enumerate(self.token_lora_indices.tolist()):
+                h[t] = scale * linear(x[t], A[slot, 0]) if slot >= 0 else torch.nan
+
+    def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices):
         first = 0
         for A, B in zip(lora_a_stacked, lora_b_stacked, strict=True):
             for t, slot in enumerate(self.token_lora_indices.tolist()):
@@ -209,7 +221,8 @@ class LoRAModelManager:
         for name, (cls, base) in layers.items():
             module = cls(base, slots, r, dtype, name in packed) if base else cls()
             self.register_module(name, module)
-            module.punica_wrapper = self.wrapper
+            if base:
+                module.set_mapping(self.wrapper)
 
     def register_module(self, module_name, module):
         self.modules[module_name] = module

@@ -40,6 +40,7 @@ from tests.triton.written import (  # noqa: E402
     calls_of_embeddings,
     calls_of_norm_gradients,
     calls_of_planes,
+    calls_of_slots,
     calls_of_weights,
     every_call,
     kernels,
@@ -350,6 +351,17 @@ def test_compose(target, lora, tmp_path):
     plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
     assert len(plans) == 4
     assert_builds(plans, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_slots(target, tmp_path):
+    """What lies at whole sixteens is read and written 16 bytes at a time."""
+    calls = [call for call in calls_of_slots(64, 1024, BF16) if None not in call[1] and call[1][8].shape[2] % 16 == 0]
+    plans = [maker(tuple(likes), device(target), *options) for maker, likes, options in calls]
+    assert_builds(plans, target, tmp_path)
+    if isinstance(target, int):
+        (step,) = launches(plans[-1])
+        assert "st.global.v4.b32" in build(step, target).asm["ptx"]
 
 
 @pytest.mark.parametrize("target", [80, 90, 100])

@@ -432,9 +432,12 @@ def calls_around_experts(M, N, dtype):
 def calls_of_slots(M, N, dtype):
     from fdora.triton.compose import plan_slots
 
-    tables = [alike(8, N, dtype=FP32), alike(M, dtype=torch.int64), alike(8, dtype=torch.int32)]
-    for bias in (None, alike(N, dtype=dtype)):
-        yield plan_slots, [alike(M, N, dtype=dtype), *tables, bias], ()
+    i32 = {"dtype": torch.int32}
+    given = [alike(8, N, dtype=FP32), alike(8, **i32)]
+    tables = [alike(8192, **i32), alike(9, **i32), alike(10, **i32), alike(9, **i32)]
+    for (P, r), bias in product(((1, 16), (2, 64), (3, 20)), (None, alike(N, dtype=dtype))):
+        low = [alike(P, M, r, dtype=FP32), alike(8, N, r, dtype=dtype), alike(P + 1, **i32)]
+        yield plan_slots, [alike(M, N, dtype=dtype), *given, bias, *tables, *low], ()
 
 
 def every_call():

@@ -12,6 +12,7 @@ import triton.language as tl
 from fdora.triton.kernels.g import times_g
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
 from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit
@@ -123,21 +124,36 @@ def planes_bwd_kernel(
 
 @triton.jit(launch_metadata=launched)
 def slots_kernel(
-    z, g,  # (M, N), (S, N)
-    slots, holds, bias,  # (M,), (S,), (N,)
-    M, N, S, stride_z, stride_g, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    z, g, holds, bias,  # (M, N), (S, N), (S,), (N,)
+    order, counts, starts, ids,  # (M,) and more, then as many as there are segments
+    h, b, ends,  # (P, M, R), (S, N, R), (P + 1,) in sixteens: the compiler must know it
+    M, N, R, SEGMENTS, stride_z,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """In place, by the slot of each token. A tile whose tokens have no DoRA reads their slots and nothing else."""
-    m, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    slot = tl.load(slots + m, mask=m < M, other=-1)
-    known = (slot >= 0) & (slot < S)
-    dora = known & (tl.load(holds + slot, mask=known, other=0) != 0)
-    if tl.max(dora.to(tl.int32), axis=0) > 0:
-        mask = within(m, n, M, N) & dora[:, None]
-        gn = tl.load(addresses(Matrix(g, stride_g, None), slot, n), mask=mask, other=1.0)
-        at = addresses(Matrix(z, stride_z, None), m, n)
-        v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        b = 0.0
+    """In place; a program has tokens of one slot, and columns of one part. Its product is that of vLLM's own kernel, step by
+    step: tokens of LoRA get the same bits."""
+    i, s, part = tl.program_id(0), tl.arange(0, BLOCK_S), tl.program_id(2)
+    if PDL:
+        gdc_wait()
+    used = tl.load(ids + s, mask=s < SEGMENTS, other=-1) >= 0
+    tiles = tl.cdiv(tl.load(counts + s, mask=used, other=0), BLOCK_M)
+    behind = tl.cumsum(tiles, 0)
+    at = tl.sum((behind <= i).to(tl.int32), axis=0)
+    first, end = tl.load(ends + part) * 16 + tl.program_id(1) * BLOCK_N, tl.load(ends + part + 1) * 16
+    if (at < SEGMENTS) & (first < end):
+        slot = tl.load(ids + at).to(tl.int64)
+        row = (i - tl.sum(tl.where(s == at, behind - tiles, 0), axis=0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.load(order + tl.load(starts + at) + row, mask=row < tl.load(counts + at), other=M)
+        n = first + tl.arange(0, BLOCK_N)
+        own_h, own_b, to = Matrix(h + part * M * R, R, None), Matrix(b + slot * N * R, 1, R), Matrix(z, stride_z, None)
+        gn = tl.load(g + slot * N + n, mask=n < tl.where(tl.load(holds + slot) != 0, end, 0), other=1.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r0 in range(0, R, BLOCK_R):
+            r = r0 + tl.arange(0, BLOCK_R)
+            bt = loaded(own_b, r, n, R, end)
+            acc = tl.dot(loaded(own_h, m, r, M, R).to(bt.dtype), bt, acc)
+        zt, c = loaded(to, m, n, M, end), tl.zeros_like(gn)
         if bias is not None:
-            b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        tl.store(at, (gn * (v - b) + b).to(z.dtype.element_ty), mask=mask & (gn != 1))
+            c = tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)
+        scaled = (gn * (zt.to(tl.float32) + acc - c) + c).to(zt.dtype)
+        store(tl.where((gn == 1)[None, :], zt + acc.to(zt.dtype), scaled), to, m, n, M, end)

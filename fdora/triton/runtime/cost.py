@@ -195,7 +195,7 @@ COSTS = {
     "segment_scan_kernel": Work("partial_A key order sums"),
     "segment_total_kernel": Work("sums sums key"),
     "shrink_kernel": Work("x a part", lambda a: product(a.M, a.R, a.K, a.x)),
-    "slots_kernel": Work("z z slots"),
+    "slots_kernel": Work("z z h b", lambda a: product(a.M, a.N, a.R, a.b)),
     "small_codes_kernel": Work("x codes scales scales2 part h b out pre_scale u dA", small),
     "small_kernel": Work("x w part h b out pre_scale u dA", small),
     "small_norm_kernel": Work(
