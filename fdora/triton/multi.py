@@ -37,13 +37,14 @@ from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
+from fdora.triton.multi_table import multi_table, takes_table
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
 
-TENSORS = 10  # of a bank; behind them ranks and p
-READS = "stack matrix matrix flat flat flat vector vector vector vector"  # how a plan takes them
+TENSORS = 11  # of a bank; behind them ranks and p
+READS = "stack matrix matrix flat flat flat vector vector vector vector vector"  # how a plan takes them
 BACKWARD = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
 BankGrads = tuple[Tensor | None, ...]
 
@@ -60,6 +61,11 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     tensors, pre_scale = list(bank[:TENSORS]), len(kept) == 2
     results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, list(bank.ranks or ()), bank.p, list(needs)))
     return tuple(next(results) if need else None for need in needs)
+
+
+def any_order(M: int, dtype: torch.dtype, A: Any, p: float) -> bool:
+    """Whether multi_fwd takes M tokens with their ids: h, and what dm reads beside it, are in the order of x then."""
+    return dtype.itemsize == 2 and p == 0 and (is_small(M) or takes_table(M, A.shape[0] * A.shape[1], False))
 
 
 def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
@@ -82,9 +88,14 @@ def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], 
         plan.path = "no tokens"
         return
     bank, experts = bank._replace(ranks=rank_table(plan, ranks or None)), len(bank.W.shape) == 3
-    if t != torch.float32 and is_small(M) and bank.seed is None and not experts:
+    as_they_come = t != torch.float32 and bank.seed is None and bank.order is None and not experts
+    if as_they_come and is_small(M):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
         return multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), y, h, pre_scale)
+    if as_they_come and (bank.ids is not None or takes_table(M, G * R, True)):
+        bank = bank._replace(W=in_dtype(plan, bank.W, t))
+        plan.path = f"x A^T of all adapters, then the product; {multi_table(plan, x, bank, y, h, pre_scale)}; few ranks in all"
+        return None
     x = sort(plan, x, bank.order)
     out = y if bank.order is None else plan.temp((M, N), t)
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T

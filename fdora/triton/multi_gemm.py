@@ -24,7 +24,7 @@ from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
+from fdora.triton.runtime.device import Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.product import Ask, bank_config, grouped_config
@@ -242,7 +242,7 @@ def multi_gemm(
         given |= tiled(config, trans_b, {"x": x, "h": pad}, right_hand, ends)
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
         given |= {"SPAN": laid.height, "W_SPAN": (N if trans_b else K) if experts else 0}
-        given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "PTX": not INTERPRETED}
+        given |= {"PROGRAMS": programs, "TRANS_B": trans_b}
         plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, bank, config)
         return
     given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R}

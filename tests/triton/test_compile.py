@@ -217,6 +217,7 @@ KERNELS = (
     "multi_shrink",
     "multi_small",
     "multi_sum",
+    "multi_table",
     "combine",
     "experts_norm",
     "gated_bwd",

@@ -49,6 +49,18 @@ def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
+def adapter_of(id, G):
+    """The adapter that an id stands for, G for none."""
+    return tl.where((id < 0) | (id >= G), G, id).to(tl.int32)
+
+
+@triton.jit
+def adapters_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
+    """The adapter of each token t, by ids or sorted by segments; G for none."""
+    return segments_of(t, offsets, G, BLOCK_G) if ids is None else adapter_of(tl.load(ids + t, mask=t < M, other=-1), G)
+
+
+@triton.jit
 def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
     """Tile and segment of this number, the first token in both and the one behind the last: none where they do not meet."""
     a = pair * 0

@@ -32,7 +32,7 @@ def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
     MOST, PROGRAMS, TRANS_B: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
-    GROUP_M: tl.constexpr, PTX: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. MOST: tiles of rows that
     there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
@@ -76,12 +76,12 @@ def multi_gemm_tma_kernel(
                     acc,
                     (
                         (out, out_at), pre_scale if pre_scale is None else (pre_scale, pre_scale_at), None, g,
-                        (ids, first, last, PTX), bias if bias is None else bias + tl.cast(first, tl.int64) * BIAS_SPAN,
+                        (ids, first, last), bias if bias is None else bias + tl.cast(first, tl.int64) * BIAS_SPAN,
                     ),
                     row, col, last, N, "segments", EPILOGUE_SUBTILE, "rows",
                 )
             else:
-                ends = (out, pre_scale, None, g, (ids, first, last, PTX), bias)
+                ends = (out, pre_scale, None, g, (ids, first, last), bias)
                 finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -136,7 +136,7 @@ def multi_gemm_pointer_kernel(
     )
     x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
     acc = products(acc, x, w, row, col, stop, N, K, BLOCK_K, "ieee")
-    ends = (out, pre_scale, None, g, (ids, first, last, False), bias)
+    ends = (out, pre_scale, None, g, (ids, first, last), bias)
     finish(acc, ends, row, col, stop, N, "segments")
 
 
@@ -157,4 +157,4 @@ def multi_epilogue_kernel(
     if seed is not None:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
     acc += loaded(Matrix(v, N, None), t, n, M, N)
-    finish(acc, (out, pre_scale, None, g, (ids, first, last, False), bias), row, col, M, N, "segments")
+    finish(acc, (out, pre_scale, None, g, (ids, first, last), bias), row, col, M, N, "segments")

@@ -164,6 +164,7 @@ COSTS = {
     "multi_shrink_kernel": Work("x f part", lambda a: product(a.M, a.R, a.K, a.x)),
     "multi_small_kernel": Work("x w lora g out pre_scale", lambda a: product(a.M, a.N, a.K, a.x)),
     "multi_sum_kernel": Work("partial out"),
+    "multi_table_kernel": Work("wide b h masked owner clean g"),
     "norm_add_kernel": Work(
         "parts_A parts_B gram_A gram_B A B onto_A onto_B dA dB",
         lambda a: product(a.R, given(a.parts_A) * a.K + given(a.parts_B) * a.N, a.R, a.A),
