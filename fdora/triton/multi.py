@@ -82,7 +82,7 @@ def _read_bank(plan: Builder, likes: Likes, p: float) -> Any:
 def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> None:
     """likes: those of the bank."""
     bank = _read_bank(plan, likes, p)
-    (M, _), (G, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
+    (M, _), (G, R, _), t = x.shape, bank.A.shape, x.dtype
     y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
     if M == 0:
         plan.path = "no tokens"
@@ -96,24 +96,21 @@ def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], 
         bank = bank._replace(W=in_dtype(plan, bank.W, t))
         plan.path = f"x A^T of all adapters, then the product; {multi_table(plan, x, bank, y, h, pre_scale)}; few ranks in all"
         return None
-    x = sort(plan, x, bank.order)
-    out = y if bank.order is None else plan.temp((M, N), t)
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
-    shape = shape_of(plan, x, out, W, R, G, pre_scale is not None, False)
+    shape = shape_of(plan, x, y, W, R, G, pre_scale is not None, bank.order is not None)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
     if bank.seed is None:
         pad = low_rank_input(plan, x, bank.A, False, bank, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, bank.ranks, beside)
-    found = routes(plan, bank, M, shape, laid, out, pre_scale)
+    found = routes(plan, bank, M, shape, laid, y, pre_scale)
     if bank.seed is not None:
-        pad = low_rank_input(plan, drop(plan, x, bank, found.ids), bank.A, False, bank, shape, h)
-    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
-    if bank.order is not None:
-        unsort(plan, out, bank.order, y)
+        dropped = drop(plan, x, bank, found.ids)
+        pad = low_rank_input(plan, dropped, bank.A, False, bank._replace(order=None), shape, h)
+    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias))
     if experts:
         plan.path = "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
-    elif t == torch.float32:
+    elif shape.config is None:
         plan.path = "the product by cuBLAS, then the terms of low rank and g in one pass"
     else:
         plan.path = f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
@@ -140,6 +137,7 @@ def plan_backward(
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
+    bank = bank._replace(order=None)
     backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
         unsort(plan, sorted_dx, order, dx)

@@ -21,7 +21,7 @@ from fdora.triton.runtime.plan import Array
 from fdora.triton.small import parts_of
 from fdora.triton.tiles.configs import power_of_two, small_config
 
-EXPAND_N = 128
+EXPAND_N = 128  # columns where the pass over W does not run beside
 WIDE = 4096  # numbers of a tile
 LOW_R = 32  # largest rank whose terms one launch forms
 
@@ -95,5 +95,6 @@ def _by_adapters(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig)
     tile = {"BLOCK_R": 16, "BLOCK_K": step}
     plan.launch(multi_shrink_kernel, (M, cdiv(R, 16), parts), {**of, **given, **tile}, bank, num_stages=4)
     given = {"b": bank.B, "N": N, "PARTS": parts, "stride_br": by["stride_br"], "stride_bn": by["stride_bn"]}
-    tile = {"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R))}
-    plan.launch(multi_expand_kernel, (cdiv(N, EXPAND_N), M), {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)
+    block_n = 8192 // power_of_two(M) if pdl else EXPAND_N  # few programs: the pass over W begins when all of them have
+    tile = {"BLOCK_N": block_n, "BLOCK_R": min(32, power_of_two(R))}
+    plan.launch(multi_expand_kernel, (cdiv(N, block_n), M), {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)

@@ -199,6 +199,7 @@ KERNELS = (
     "gemm_pointer",
     "gemm_tma",
     "bank",
+    "multi_count",
     "multi_drop",
     "multi_epilogue",
     "multi_expand",

@@ -50,9 +50,15 @@ def drawn(shape, dtype, adapter=None, route="offsets", bias=True):
 
 
 @pytest.fixture
-def tiles(monkeypatch, chosen_anew):
-    """More than a few tokens as where ranks are many in all: sorted, in tiles of one adapter or several."""
+def apart(monkeypatch, chosen_anew):
+    """More than a few tokens as where ranks are many in all: the product as they come, then a pass in sorted order."""
     monkeypatch.setattr("fdora.triton.multi_table.RANKS", 0)
+
+
+@pytest.fixture
+def tiles(monkeypatch, apart):
+    """As where tokens are many too: sorted ones in tiles of one adapter or several."""
+    monkeypatch.setattr("fdora.triton.multi_gemm.APART", 0)
 
 
 def naive(t):
@@ -78,10 +84,12 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
+AS_IT_IS = ("few", "slabs", "ones", "long", "many", "crowded", "steps")
+
+
 @pytest.mark.parametrize(
     ("shape", "way"),
-    [(shape, "") for shape in ("few", "slabs", "ones", "long", "many", "crowded", "steps")]
-    + [("many", "tiles"), ("crowded", "tiles")],
+    [(shape, "") for shape in AS_IT_IS] + [(shape, way) for shape in ("many", "crowded") for way in ("apart", "tiles")],
 )
 @pytest.mark.parametrize("route", ["offsets", "ids"])
 def test_as_the_truth(shape, way, route, request):
@@ -97,8 +105,8 @@ def test_as_the_truth(shape, way, route, request):
 def test_by_tma(shape, tiles, as_hopper):
     """The tiles that Hopper takes, interpreted; "crowded" lies as no descriptor can be made, and takes pointers."""
     plans = as_hopper()
-    for route, bias in (("offsets", False), ("ids", True))[shape == "crowded" :]:
-        assert_as_the_truth(drawn(shape, torch.float16, None, route, bias), bias, f"{shape} {route}")
+    for bias in (False, True)[shape == "crowded" :]:
+        assert_as_the_truth(drawn(shape, torch.float16, None, "offsets", bias), bias, shape)
     products = [s for p in plans.values() for s in launches(p, "multi_gemm")]
     assert len(products) in (2, 4) and all(by_tma(s) == (shape != "crowded") for s in products)
 
@@ -138,7 +146,15 @@ def test_a_few_ranks_in_all_are_one_layer(shape, as_hopper):
 
 @pytest.mark.parametrize(
     ("shape", "how"),
-    [("few", ()), ("few ids", ()), ("many", ()), ("many ids", ()), ("many", ("as_hopper",)), ("many", ("tiles",))]
+    [
+        ("few", ()),
+        ("few ids", ()),
+        ("many", ()),
+        ("many ids", ()),
+        ("many", ("as_hopper",)),
+        ("many ids", ("apart",)),
+        ("many", ("tiles",)),
+    ]
     + [(shape, ("tiles", "as_hopper")) for shape in ("many", "many ids", "wide")],
     ids=str,
 )
@@ -164,7 +180,7 @@ def test_strangers_stay_strangers(shape, how, request):
         assert all(torch.equal(got[n], want[n]) for n in ("A1", "B1", "m1", "A2", "B2", "m2")), (bad, what)
 
 
-@pytest.mark.parametrize("how", [(), ("as_hopper",), ("tiles",), ("tiles", "as_hopper")], ids=str)
+@pytest.mark.parametrize("how", [(), ("as_hopper",), ("apart",), ("tiles", "as_hopper")], ids=str)
 def test_what_lies_beyond_a_rank_is_not_read(how, request):
     for fixture in map(request.getfixturevalue, how):
         fixture and fixture()

@@ -49,6 +49,12 @@ def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
+def place_of(order, t, inside):
+    """Where these sorted tokens lie."""
+    return t if order is None else tl.load(order + t, mask=inside, other=0)
+
+
+@triton.jit
 def adapter_of(id, G):
     """The adapter that an id stands for, G for none."""
     return tl.where((id < 0) | (id >= G), G, id).to(tl.int32)
@@ -213,7 +219,8 @@ def multi_routes_kernel(
 
 @triton.jit(launch_metadata=launched)
 def multi_h_kernel(
-    x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
+    x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
+    stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -233,7 +240,7 @@ def multi_h_kernel(
         rank = rank_of(ranks, a, G, R)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
         some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
-        at_x = addresses(Matrix(x, stride_xm, stride_xk), t, k)
+        at_x = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, mine), k)
         at_f = addresses(Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr), k, r)
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.

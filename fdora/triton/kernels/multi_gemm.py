@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma
-from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
+from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
-from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, loaded
+from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
+from fdora.triton.kernels.tile import Matrix, addresses, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -142,11 +142,11 @@ def multi_gemm_pointer_kernel(
 
 @triton.jit(launch_metadata=launched)
 def multi_epilogue_kernel(
-    v, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, seed, threshold, keep_scale, M, N, R, G,
+    v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """The same on a float32 product that is there. ``seed`` masks the term of low rank."""
+    """The same on a product that is there. ``seed`` masks the term of low rank. By ``order`` rows of v and out are sorted."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -156,5 +156,12 @@ def multi_epilogue_kernel(
     )
     if seed is not None:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
-    acc += loaded(Matrix(v, N, None), t, n, M, N)
-    finish(acc, (out, pre_scale, None, g, (ids, first, last), bias), row, col, M, N, "segments")
+    place, inside = place_of(order, t, t < M), within(t, n, M, N)
+    acc += tl.load(addresses(Matrix(v, N, None), place, n), mask=inside, other=0.0).to(tl.float32)
+    if pre_scale is not None:
+        store(acc, Matrix(pre_scale, N, None), t, n, M, N)
+    if g is not None:
+        acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=inside)

@@ -56,18 +56,25 @@ def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def _by_segments(acc, g, segments, t, n, M, N, STORE: tl.constexpr):
+def _g_of_rows(g, ids, t, n, M, N, STORE: tl.constexpr):
+    """(G, N) g of the adapter of each row t."""
+    a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
+    at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+    if PTX and STORE != "pointer":  # a load would want the product in a layout of its own, by shared memory that is full
+        found = tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+    else:
+        found = tl.load(at)
+    return found
+
+
+@triton.jit
+def by_segments(acc, g, segments, t, n, M, N, STORE: tl.constexpr = POINTER):
     """(G, N) g of each row's segment. ``segments`` = (ids of the rows, first and last of the tile)."""
     ids, first, last = segments
     if ids is None or first == last:
         acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
     else:
-        a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-        at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
-        if PTX and STORE != "pointer":  # a load would want the product in a layout of its own, by shared memory that is full
-            acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
-        else:
-            acc = acc * tl.load(at)
+        acc = acc * _g_of_rows(g, ids, t, n, M, N, STORE)
     return acc
 
 
@@ -97,7 +104,7 @@ def finish(
     """The tile of a result that begins at (row, col): to ``pre_scale`` as it is, and to ``out`` with g, bias and residual.
 
     EPILOGUE   "scale" by g = m / c, where m is there; "normed": c is a pair, where the norms go and their squares;
-               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in _by_segments;
+               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in by_segments;
                "table": m is g of each adapter, c has the adapter of each row
     STORE      "pointer" | "tma": out, pre_scale and residual are tensor descriptors | "rows": out and pre_scale are pairs of a
                descriptor and a pointer, by which a tile is written that ends behind row M, where others begin
@@ -111,10 +118,9 @@ def finish(
         _write(pre_scale, acc, row, col, at, mask, M, N, STORE)
     if m is not None:
         if EPILOGUE == "segments":
-            acc = _by_segments(acc, m, c, t, n, M, N, STORE)
+            acc = by_segments(acc, m, c, t, n, M, N, STORE)
         elif EPILOGUE == "table":
-            a = tl.load(c + tl.minimum(t, M - 1))
-            acc = _by_segments(acc, m, (c, tl.min(a, axis=0), tl.max(a, axis=0)), t, n, M, N, STORE)
+            acc = acc * _g_of_rows(m, c, t, n, M, N, STORE)
         elif EPILOGUE == "rows":
             acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
         else:
