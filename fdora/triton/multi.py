@@ -1,8 +1,15 @@
 """Many adapters on one W, each for its own tokens, as one plan for each direction; formulas: fdora/eager/multi.py.
 
-Half precision. Forward: h = s_a x A_a^T by segments, then one product for all tokens with the low-rank terms, g and bias inside
-(multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another
-order is copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass.
+Half precision, forward, by how many tokens and ranks there are:
+
+    up to 64 tokens         one pass over W (multi_small.py)
+    few ranks in all        one layer with the ranks of all adapters (multi_table.py)
+    up to 1024 tokens       x W^T by cuBLAS, then the rest in one pass over rows that are looked up in sorted order
+    sorted tokens           h = s_a x A_a^T by segments, then one product with all else inside (multi_gemm.py)
+    tokens in any order     as up to 1024
+
+The first two ask for no order. float32, and the dx of a call with dropout, are as up to 1024 tokens too. Backward
+(multi_bwd.py) copies tokens into sorted order, and dx back.
 
 W of three axes, and a bias of two: each adapter is an expert with a W of its own. The same plans with another grouping of the
 rows into tiles (multi_gemm.py); float32 then is a Triton product too, since cuBLAS would want lengths.

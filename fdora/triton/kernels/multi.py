@@ -38,32 +38,27 @@ def segments_of(t, offsets, G, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
-    """The same for one token."""
-    found = t * 0
-    for a0 in range(0, G, BLOCK_G):
-        a = a0 + tl.arange(0, BLOCK_G)
-        end = tl.load(offsets + a, mask=a < G, other=0x7FFFFFFF)
-        found += tl.sum((end <= t).to(tl.int32), axis=0)
-    return found
-
-
-@triton.jit
 def place_of(order, t, inside):
     """Where these sorted tokens lie."""
     return t if order is None else tl.load(order + t, mask=inside, other=0)
 
 
 @triton.jit
-def adapter_of(id, G):
-    """The adapter that an id stands for, G for none."""
-    return tl.where((id < 0) | (id >= G), G, id).to(tl.int32)
+def valid(ids, G):
+    """The adapters that ids stand for, G for none."""
+    return tl.where((ids < 0) | (ids >= G), G, ids).to(tl.int32)
 
 
 @triton.jit
 def adapters_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
     """The adapter of each token t, by ids or sorted by segments; G for none."""
-    return segments_of(t, offsets, G, BLOCK_G) if ids is None else adapter_of(tl.load(ids + t, mask=t < M, other=-1), G)
+    return segments_of(t, offsets, G, BLOCK_G) if ids is None else valid(tl.load(ids + t, mask=t < M, other=-1), G)
+
+
+@triton.jit
+def adapter_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
+    """The same of one token."""
+    return tl.sum(adapters_of(t + tl.arange(0, 1), ids, offsets, M, G, BLOCK_G), axis=0)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.multi import valid
 from fdora.triton.kernels.tile import block_on
 from fdora.triton.runtime.cost import launched
 
@@ -12,8 +13,7 @@ from fdora.triton.runtime.cost import launched
 @triton.jit
 def _keys(ids, t, M, G):
     """The adapter of each token, G for none; behind the last token more than any."""
-    a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-    return tl.where(t < M, tl.where((a < 0) | (a >= G), G, a), G + 1)
+    return tl.where(t < M, valid(tl.load(ids + t, mask=t < M, other=0), G), G + 1)
 
 
 @triton.jit(launch_metadata=launched)

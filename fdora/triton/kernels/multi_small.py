@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.multi import adapter_of, adapters_of, rank_of, segment_of
+from fdora.triton.kernels.multi import adapter_of, adapters_of, rank_of
 from fdora.triton.kernels.product import products
 from fdora.triton.kernels.small import shrunk
 from fdora.triton.kernels.tile import Matrix, block_on, loaded, store, within
@@ -15,15 +15,9 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _adapter_at(t, ids, offsets, G, BLOCK_G: tl.constexpr):
-    """The adapter of one token."""
-    return segment_of(t, offsets, G, BLOCK_G) if ids is None else adapter_of(tl.load(ids + t), G)
-
-
-@triton.jit
 def _together(first, ids, offsets, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
     """The adapter of this token, which of all tokens are its own, and whether this one is the first of them."""
-    a, t = _adapter_at(first, ids, offsets, G, BLOCK_G), tl.arange(0, BLOCK_T)
+    a, t = adapter_of(first, ids, offsets, M, G, BLOCK_G), tl.arange(0, BLOCK_T)
     mine = (adapters_of(t, ids, offsets, M, G, BLOCK_G) == a) & (t < M)
     return a, mine, tl.min(tl.where(mine, t, M), axis=0) == first
 
@@ -112,7 +106,7 @@ def multi_low_kernel(
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    a = _adapter_at(t, ids, offsets, G, BLOCK_G)
+    a = adapter_of(t, ids, offsets, M, G, BLOCK_G)
     rank = rank_of(ranks, a, G, R)
     inside = r < rank
     at_x = x + tl.cast(t, tl.int64) * stride_xm

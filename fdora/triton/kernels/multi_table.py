@@ -14,7 +14,7 @@ from fdora.triton.runtime.cost import launched
 @triton.jit
 def _rows(
     tile, wide, s, ids, offsets, ranks, h, masked, owner, M, G, R, stride_masked,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """Whose each token is, and s_a x A_a^T of that adapter: by itself, and in the columns of all, zeros in the others."""
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -23,13 +23,11 @@ def _rows(
     tl.store(owner + t, a, mask=in_t)
     sa, rank = tl.load(s + a, mask=a < G, other=0.0)[:, None], rank_of(ranks, a, G, R)[:, None]
     at = wide + t[:, None].to(tl.int64) * (G * R)
-    r, q = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_Q)[None, :]
-    own = tl.load(at + a[:, None] * R + r, mask=in_t[:, None] & (r < rank), other=0.0)
-    tl.store(h + t[:, None] * R + r, (sa * own).to(h.dtype.element_ty), mask=in_t[:, None] & (r < R))
-    near = in_t[:, None] & (q // R == a[:, None]) & (q % R < rank)
-    all_ranks = (sa * tl.load(at + q, mask=near, other=0.0)).to(masked.dtype.element_ty)
-    at = addresses(Matrix(masked, stride_masked, None), t, tl.arange(0, BLOCK_Q))
-    tl.store(at, all_ranks, mask=in_t[:, None] & (q < G * R))
+    q = tl.arange(0, BLOCK_Q)[None, :]
+    r, own = q % R, in_t[:, None] & (q // R == tl.minimum(a, G - 1)[:, None])  # of none: zeros in the columns of the last
+    ht = (sa * tl.load(at + q, mask=own & (r < rank), other=0.0)).to(h.dtype.element_ty)
+    tl.store(h + t[:, None].to(tl.int64) * R + r, ht, mask=own)
+    tl.store(addresses(Matrix(masked, stride_masked, None), t, tl.arange(0, BLOCK_Q)), ht, mask=in_t[:, None] & (q < G * R))
 
 
 @triton.jit
@@ -62,9 +60,7 @@ def multi_table_kernel(
     """``wide``: x A_a^T of all adapters beside each other, (M, G R). The first ``tiles`` programs do rows, others B and g."""
     pid = tl.program_id(0)
     if pid < tiles:
-        _rows(
-            pid, wide, s, ids, offsets, ranks, h, masked, owner, M, G, R, stride_masked, BLOCK_M, BLOCK_R, BLOCK_Q, BLOCK_G
-        )
+        _rows(pid, wide, s, ids, offsets, ranks, h, masked, owner, M, G, R, stride_masked, BLOCK_M, BLOCK_Q, BLOCK_G)
     else:
         across = tl.cdiv(N, BLOCK_N)
         n = (pid - tiles) % across * BLOCK_N + tl.arange(0, BLOCK_N)
