@@ -58,8 +58,9 @@ def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: 
     rows, three times, where there are few programs. Many adapters of a high rank have 267 at ranks 8 to 256 of 32: with room
     for two to a multiprocessor the last begin when all others end, which costs where K is small; ``beside`` another kernel
     that has the better of it. Experts were not timed."""
-    if R <= 32 and half and 90 <= device.capability < 120 and cdiv(M, 32) + G <= device.num_sms:
-        return HConfig(32, power_of_two(R), 512, 4, 3)
+    programs = 4 * (cdiv(M, 64) + G) * cdiv(R, 32)
+    if half and 90 <= device.capability < 120 and programs <= 2 * device.num_sms and not experts:
+        return HConfig(16, min(32, power_of_two(R)), 512, 4, 3)
     if R <= 32:
         return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
     if not half:
@@ -181,7 +182,8 @@ def low_rank_input(
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     config = h_config(M, K, R, G, half, beside, experts, plan.device)
-    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M))
+    narrower = half and f.itemsize == 4 and config.BLOCK_K > 128  # float32 factors: as many bytes under way
+    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
     given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
     given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
@@ -233,7 +235,8 @@ def multi_gemm(
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R)}
-        plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
+        warps = 8 if x.itemsize == 2 else 4
+        plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_warps=warps, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)
     given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most, "EXPERTS": experts}

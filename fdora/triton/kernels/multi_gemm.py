@@ -150,14 +150,15 @@ def multi_epilogue_kernel(
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    place, inside = place_of(order, t, t < M), within(t, n, M, N)
+    there = tl.load(addresses(Matrix(v, N, None), place, n), mask=inside, other=0.0)  # on its way while the products run
     acc = low_rank_terms(
         Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
     if seed is not None:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
-    place, inside = place_of(order, t, t < M), within(t, n, M, N)
-    acc += tl.load(addresses(Matrix(v, N, None), place, n), mask=inside, other=0.0).to(tl.float32)
+    acc += there.to(tl.float32)
     if pre_scale is not None:
         store(acc, Matrix(pre_scale, N, None), t, n, M, N)
     if g is not None:
