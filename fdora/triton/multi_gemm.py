@@ -235,8 +235,7 @@ def multi_gemm(
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R)}
-        warps = 8 if x.itemsize == 2 else 4
-        plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_warps=warps, num_stages=2)
+        plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)
     given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most, "EXPERTS": experts}

@@ -11,7 +11,6 @@ the columns of others are selected, not multiplied.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from fdora.triton.copy import in_dtype, operand, stacked
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.multi_table import multi_table_kernel
-from fdora.triton.multi_gemm import block_of
+from fdora.triton.multi_gemm import block_of, has_columns, joined
 from fdora.triton.product import scaled_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
@@ -27,7 +26,7 @@ from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import power_of_two
 
 RANKS = 256  # of all adapters, at most
-SORTED = 1 << 19  # tokens times ranks: what the flops of other adapters' columns cost is then less than the launches of tiles
+SORTED = 1 << 18  # tokens times ranks: what the flops of other adapters' columns cost is then less than the launches of tiles
 AREA = 4096  # numbers of B that a program reads
 
 
@@ -40,7 +39,9 @@ def multi_table(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scal
     """(M, K) and a bank -> y, h and pre_scale, all in the order of x. Returns what it does, in words."""
     (M, N), (G, R, _), t = y.shape, bank.A.shape, x.dtype
     wide, width = plan.temp((M, G * R)), cdiv(G * R, 8) * 8
-    plan.product(wide, x, operand(plan, in_dtype(plan, _joined(plan, bank.A), t)).T)
+    A = None if has_columns(bank.A) else joined(bank.A)
+    A = stacked(plan, [bank.A[g] for g in range(G)], t) if A is None else operand(plan, in_dtype(plan, A, t))
+    plan.product(wide, x, A.T)
     masked, clean = plan.temp((M, G * R), t, (width, 1)), plan.temp((N, G * R), t, (width, 1))
     owner, g = plan.temp((M,), torch.int32), plan.temp((G + 1, N))
     block_r, block_m = power_of_two(R), 16
@@ -50,12 +51,3 @@ def multi_table(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scal
     given |= {"BLOCK_R": block_r, "BLOCK_Q": power_of_two(G * R), "BLOCK_G": block_of(G)}
     plan.launch(multi_table_kernel, (tiles + (G + 1) * cdiv(N, block_n),), given, bank)
     return scaled_product(plan, y, x, masked, bank.W, clean, Epilogue("table", g, owner, bank.bias), pre_scale)
-
-
-def _joined(plan: Builder, A: Array) -> Array:
-    """(G, R, K) as (G R, K): itself, or a copy."""
-    G, R, K = A.shape
-    by_g, *stride = A.stride
-    if by_g == R * stride[0] or G == 1:
-        return replace(A, shape=(G * R, K), stride=tuple(stride))
-    return stacked(plan, [A[g] for g in range(G)], A.dtype)

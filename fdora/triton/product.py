@@ -94,4 +94,4 @@ def rest(
         "GROUP_M": 8,
         "EPILOGUE": epilogue.kind,
     }
-    plan.launch(rest_kernel, "MN", given, rest_config(r, epilogue.kind == "table"), epilogue)
+    plan.launch(rest_kernel, "MN", given, rest_config(r), epilogue)

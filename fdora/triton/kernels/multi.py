@@ -81,6 +81,17 @@ def rank_of(ranks, a, G, R):
     return tl.where(a < G, r, 0)
 
 
+@triton.jit
+def g_of_adapter(m, c, a, n, G, N):
+    """g of adapter a at columns n; 1 behind the last one."""
+    ga = tl.full((n.shape[0],), 1.0, tl.float32)
+    if m is not None:  # noqa: SIM102  it must not be looked at
+        if a < G:
+            at = tl.cast(a, tl.int64) * N
+            ga = g_tile(m + at, c + at, n, N)
+    return ga
+
+
 @triton.jit(launch_metadata=launched)
 def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
     """32 ranks from 8 integers, four of 15 bits in each: numbers of the plan, as a table on the device."""
@@ -200,16 +211,12 @@ def multi_routes_kernel(
         across = tl.cdiv(N, BLOCK_N)
         a = (pid - tiles) // across
         n = (pid - tiles) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = tl.cast(a, tl.int64) * N
-        ga = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if m is not None:  # noqa: SIM102  it must not be looked at
-            if a < G:
-                ga = g_tile(m + at, c + at, n, N)
+        ga = g_of_adapter(m, c, a, n, G, N)
         if FLAGS > 0:
             i = tl.arange(0, FLAGS)
             bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
             ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
-        tl.store(g + at + n, ga, mask=n < N)
+        tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
 
 
 @triton.jit(launch_metadata=launched)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.multi import adapter_of, adapters_of, rank_of
+from fdora.triton.kernels.multi import adapter_of, adapters_of, g_of_adapter, rank_of
 from fdora.triton.kernels.product import products
 from fdora.triton.kernels.small import shrunk
 from fdora.triton.kernels.tile import Matrix, block_on, loaded, store, within
@@ -43,17 +42,6 @@ def multi_shrink_kernel(
         tl.store(at, acc, mask=mine[:, None] & (r < R)[None, :])
 
 
-@triton.jit
-def _g_of_adapter(m, c, a, n, G, N):
-    """g of adapter a at columns n; 1 behind the last one."""
-    ga = tl.full((n.shape[0],), 1.0, tl.float32)
-    if m is not None:  # noqa: SIM102  it must not be looked at
-        if a < G:
-            at = tl.cast(a, tl.int64) * N
-            ga = g_tile(m + at, c + at, n, N)
-    return ga
-
-
 @triton.jit(launch_metadata=launched)
 def multi_expand_kernel(
     part, s, b, m, c, ids, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
@@ -70,7 +58,7 @@ def multi_expand_kernel(
     if PDL:
         gdc_wait()
     if is_first:
-        ga, t = _g_of_adapter(m, c, a, n, G, N), tl.arange(0, BLOCK_T)
+        ga, t = g_of_adapter(m, c, a, n, G, N), tl.arange(0, BLOCK_T)
         acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
         for r0 in range(0, R, BLOCK_R):
             here = mine[:, None] & (r0 + r < R)[None, :]
@@ -131,7 +119,7 @@ def multi_low_kernel(
         at = tl.cast(t, tl.int64) * N + n
         tl.store(lora + at, acc, mask=n < N, eviction_policy="evict_last")
         if m is not None:
-            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
+            tl.store(g + at, g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
 
 
 @triton.jit(launch_metadata=launched)

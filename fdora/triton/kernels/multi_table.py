@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.multi import adapters_of, rank_of
+from fdora.triton.kernels.multi import adapters_of, g_of_adapter, rank_of
 from fdora.triton.kernels.tile import Matrix, addresses
 from fdora.triton.runtime.cost import launched
 
@@ -35,10 +34,8 @@ def _columns(
     a, n, b, ranks, m, c, clean, g, G, N, R, stride_ba, stride_bn, stride_br, stride_clean, BLOCK_R: tl.constexpr
 ):
     """b of an adapter among those of all, and g; what is not finite is a 0 there, and makes a NaN of g."""
-    ga = tl.full((n.shape[0],), 1.0, tl.float32)
+    ga = g_of_adapter(m, c, a, n, G, N)
     if a < G:
-        if m is not None:
-            ga = g_tile(m + tl.cast(a, tl.int64) * N, c + tl.cast(a, tl.int64) * N, n, N)
         r = tl.arange(0, BLOCK_R)
         rank = rank_of(ranks, a, G, R)
         near = (n < N)[:, None] & ((r // 8 * 8 < rank) & (r < R))[None, :]  # by eights: loads as wide as they can be

@@ -136,11 +136,8 @@ class RestConfig(NamedTuple):
     num_stages: int
 
 
-def rest_config(r: int, table: bool = False) -> RestConfig:
-    """With few slabs the loop over the rank ends soon; on an H200 (bench/NOTES.md) the pass costs what bare h B^T costs.
-    ``table``: g is a tile as well, so that programs of half as many rows find room beside each other."""
-    if table:
-        return RestConfig(32, 128, min(64, power_of_two(r)), 4, 2)
+def rest_config(r: int) -> RestConfig:
+    """With few slabs the loop over the rank ends soon; on an H200 (bench/NOTES.md) the pass costs what bare h B^T costs."""
     return RestConfig(64, 128, min(64, power_of_two(r)), 4, 3)
 
 
