@@ -11,13 +11,15 @@ mean, so that it does as much.
     frozen       the layer without adapters, by torch: the products with W that every way has, x W^T and dy W
     one          dora_linear with all tokens on one adapter: what a call costs when nothing is routed
     loop         dora_linear for each adapter on its tokens, the lengths known on the host
-    multi        dora_linear_multi by offsets, multi_ids by the adapter of each token
+    multi        dora_linear_multi by offsets; multi_ids by the adapter of each token, in an order by chance
     grouped_lora LoRA with torch.nn.functional.grouped_mm: no magnitude
     lorafusion   LoRA by LoRAFusion's grouped kernels, from ``--rival-path`` (bench/checkouts.py): no magnitude. At most four
                  adapters of one rank, each with tensors of its own; x and dy are padded to its tiles beforehand
     peft_loop    the formula of PEFT's mixed batches: the base for all tokens, then of each adapter's tokens a gather, DoRA's
                  correction and a scatter. As PEFT writes it for one adapter, its norm given
 
+``of_bound``: of one adapter's call, and of the other adapters A and B read once at the speed of a copy: what a call with all of
+them must take. ``serve``: a few hundred tokens of six adapters; its target is one of that.
 ``decode``: 64 tokens of 64 adapters under no_grad, against one call with 64 tokens. ``fwd`` calls one layer again and again,
 whose W may stay in the GPU's cache beside one adapter and not beside 64 of them; ``fwd_cold`` calls several layers in turn.
 ``norm``: all norms of a bank against one.
@@ -48,7 +50,8 @@ from fdora.functional import dora_norm
 MIXED = (8, 16, 32, 64, 128, 256)
 TOLERANCE = 5e-3
 CACHE = 150_000_000  # bytes of weights that no cache holds
-TARGETS = {"train": 1.08, "decode": 1.3, "norm": 1.5}  # multi over one; lorafusion over multi: at least 1.2
+TARGETS = {"train": 1.08, "serve": 1.15, "decode": 1.3, "norm": 1.5}  # multi over one; lorafusion over multi: at least 1.2
+BANKS = ("multi", "multi_ids")
 
 
 def kernels(fn: Callable[[], object], device: str) -> dict[str, float]:
@@ -79,7 +82,12 @@ def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
     return {"kind": kind, **facts, "target": target, **times._asdict(), "ratio": ratios(times.ms, pairs)}
 
 
-def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options) -> list[dict]:
+def of_bound(ms: dict[str, float], ranks: list[int], bytes_of_a_rank: int, bytes_per_ms: float) -> dict[str, float]:
+    others = (sum(ranks) - sum(ranks) / len(ranks)) * bytes_of_a_rank / bytes_per_ms
+    return {n: round(ms[n] / (ms["one"] + others), 3) for n in BANKS if "one" in ms and n in ms}
+
+
+def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options, bytes_per_ms: float) -> list[dict]:
     """``decode`` has no backward, but weights out of memory."""
     bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
     ways, error, failed = checked(
@@ -99,12 +107,11 @@ def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, optio
                 [bank] + [Bank.random(M, K, N, ranks, bank.A.dtype, options.device) for _ in range(calls - 1)], ways, options
             )
         facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
-        row = row_of(kind, timed(fns, failed, options, calls), TARGETS[kind], **facts) | {
-            "error": error,
-            "failed": dict(failed),
-        }
+        times = timed(fns, failed, options, calls)
+        bound = of_bound(times.ms, ranks, (K + N) * bank.A.itemsize, bytes_per_ms)
+        row = row_of(kind, times, TARGETS[kind], **facts) | {"of_bound": bound, "error": error, "failed": dict(failed)}
         if options.kernels and mode != "fwd_cold":
-            row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", "multi") if n in fns}
+            row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", *BANKS) if n in fns}
         rows.append(row)
     return rows
 
@@ -132,7 +139,7 @@ def norms(K: int, N: int, G: int, r: int, options) -> list[dict]:
 
 
 class Case(NamedTuple):
-    """``kind``: train, decode or norm. ``label``: of the ranks."""
+    """``kind``: train, serve, decode or norm. ``label``: of the ranks."""
 
     kind: str
     M: int
@@ -143,13 +150,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        more = f" {self.label} {len(self.ranks)}" if self.kind == "train" else ""
+        more = {"train": f" {self.label} {len(self.ranks)}", "serve": f" {self.M}"}.get(self.kind, "")
         return f"{self.kind} {self.K}x{self.N}{more}"
 
-    def run(self, options) -> list[dict]:
+    def run(self, options, bytes_per_ms: float) -> list[dict]:
         if self.kind == "norm":
             return norms(self.K, self.N, len(self.ranks), self.ranks[0], options)
-        return train(self.M, self.K, self.N, self.ranks, self.label, self.kind, options)
+        return train(self.M, self.K, self.N, self.ranks, self.label, self.kind, options, bytes_per_ms)
 
 
 def cases(options) -> list[Case]:
@@ -157,6 +164,7 @@ def cases(options) -> list[Case]:
     found = []
     for K, N in options.shapes:
         found += [Case("decode", options.decode, K, N, [16] * options.decode, "16"), Case("norm", 8, K, N, [16] * 4, "16")]
+        found += [Case("serve", M, K, N, [16] * 6, "16") for M in options.serve]
         for label in options.r:
             for G in options.G:
                 ranks = [MIXED[g % len(MIXED)] for g in range(G)] if label == "mixed" else [int(label)] * G
@@ -172,7 +180,7 @@ def compile_case(case: Case, adapter: str, device: str) -> None:
     for name in () if case.kind == "norm" else ("one", "loop", "multi", "multi_ids"):
         way = build(name, bank)
         way.forward()
-        if case.kind == "train":
+        if case.kind != "decode":
             way.both()
 
 
@@ -180,13 +188,14 @@ OPTIONS = {
     "--shapes": dict(type=shapes, default=[(4096, 4096), (4096, 14336)], help="K x N"),
     "--M": 8192,
     "--decode": (64, "tokens, each of its own adapter"),
+    "--serve": ([200, 700], "tokens of six adapters"),
     "--G": [1, 2, 4, 8, 32],
     "--r": ["16", "mixed"],
     "--adapter": One(ADAPTERS, "bf16"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
-    "--kernels": (False, "of one and multi: GPU time by kernel, as torch's profiler sees it"),
+    "--kernels": (False, "of one, multi and multi_ids: GPU time by kernel, as torch's profiler sees it"),
 }
 
 
@@ -198,8 +207,12 @@ def measure(run):
     options = run.options
     run.set(failed=run.failed)
     for case in run.cases(cases(options)):
-        run.add(*run.failed.attempt([case.name], lambda _, case=case: case.run(options)).get(case.name, []))
-    run.end("one", "loop", "multi", "train", "decode", "norm")
+        run.add(
+            *run.failed.attempt(
+                [case.name], lambda _, case=case: case.run(options, run.facts.get("bytes_per_ms", math.inf))
+            ).get(case.name, [])
+        )
+    run.end("one", "loop", "multi", "train", "serve", "decode", "norm")
 
 
 main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, quick={"G": [4, 32], "runs": 3}, ahead=ahead)

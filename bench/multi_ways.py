@@ -73,11 +73,14 @@ def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
         own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
         return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
     if name in ("multi", "multi_ids"):
-        ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths)).to(i.x.device)
-        route = {"offsets": i.offsets} if name == "multi" else {"ids": ids}
+        route, x, dy = {"offsets": i.offsets}, i.x, i.dy
+        if name == "multi_ids":
+            ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths))
+            some = shuffled(len(ids))
+            route, x, dy = {"ids": ids[some].to(x.device)}, x.detach()[some].requires_grad_(), dy[some]
         ranks = None if len(set(i.ranks)) == 1 else i.ranks
         return differentiated(
-            lambda: dora_linear_multi(i.x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves, i.dy
+            lambda: dora_linear_multi(x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves | {"x": x}, dy
         )
     if name == "loop":
         return differentiated(
@@ -89,6 +92,11 @@ def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
         return lorafusion(i, rival_path)
     assert name == "grouped_lora"
     return differentiated(lambda: grouped_lora(i), leaves, i.dy)
+
+
+def shuffled(tokens: int) -> Tensor:
+    """The order in which ``multi_ids`` gets them."""
+    return torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
 
 
 def of_mean_rank(i: Bank) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +150,8 @@ def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
         return {}
     found = {n: t.detach() for n, t in way.both().items()}
     found = as_banks(found, bank) if name == "lorafusion" else found
+    if name == "multi_ids":
+        found |= {n: found[n][shuffled(len(bank.x)).argsort()] for n in ("y", "dx")}
     own = [slice(end - n, end) for n, end in zip(bank.lengths, bank.offsets.tolist(), strict=True)]
     x, dy = bank.x.detach(), bank.dy
     truths = {}

@@ -127,6 +127,7 @@ class Bank(NamedTuple):
     """One layer with G adapters: its tensors beside x, and which tokens are whose.
 
     Tokens are sorted by adapter, those of none last. x (M, K), y and their gradients are in the caller's order, h is sorted.
+    Or nothing is sorted: ids in the place of offsets and order.
     """
 
     W: Any  # (N, K) tensor; dense and in the dtype of x wherever a backend sees it
@@ -136,8 +137,9 @@ class Bank(NamedTuple):
     c: Tensor | None  # (G, N) float32 or float64, given where m is
     bias: Tensor | None  # (N,)
     s: Tensor  # (G,) float32, float64 beside a float64 x
-    offsets: Tensor  # (G,) int32: where the tokens of each adapter end; those of the first begin at 0
+    offsets: Any  # (G,) int32: where the tokens of each adapter end; those of the first begin at 0
     order: Tensor | None  # (M,) int64: which token stands at a place when they are sorted; None: they came sorted
+    ids: Tensor | None  # (M,) int64 or int32: the adapter of each token, out of 0 to G - 1 for none; see Backend.any_order
     seed: Tensor | None  # (G,) int64, None for no dropout; the mask counts tokens from the start of their segment
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
     p: float = 0.0  # of dropout, which is that of mode "lora"

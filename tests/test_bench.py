@@ -25,7 +25,7 @@ STACK = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 SMALL = {
     "layer": LAYER + "--ways frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
-    "multi": "--shapes 48x32 --M 24 --decode 6 --runs 1 --loop-ms 0 --G 2,3 --ways frozen,one,loop,multi,multi_ids",
+    "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 2,3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
     "quant": "--shapes 128x64 --M 4 --r 4 --runs 1",

@@ -63,6 +63,8 @@ class Backend:
     """Whether a W of this QuantSpec may come as it is to layers_fwd, layers_bwd, mlp_fwd and mlp_bwd."""
     norm_inside: Op | None = None
     """Whether a layer of x and a dense W may come to layers_fwd and mlp_fwd without its norm."""
+    any_order: Op | None = None
+    """Whether the forward of a bank wants tokens like these as they come, with ids."""
     norm_of_codes: Op | None = None
     norm_of_codes_guarded: Op | None = None
     stack_norms_of_codes: Op | None = None
@@ -92,6 +94,7 @@ OF_TRITON = {
     "embedding_bwd": "embedding_bwd",
     "codes": "is_decoded",
     "small_norm": "norm_inside",
+    "multi": "any_order",
     "quant": "norm_of_codes norm_of_codes_guarded stack_norms_of_codes",
     "dequantize": "dense_of",
     "norm_kept": "norms_of_kept",

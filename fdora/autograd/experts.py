@@ -10,7 +10,7 @@ from torch import Tensor
 from fdora._records import WIDTH, BankNeeds, Operands
 from fdora._torch import apply
 from fdora.autograd._ops import OPS, autocast_off, gradients_of, reread
-from fdora.autograd.multi import REMEDY, bank_of
+from fdora.autograd.multi import REMEDY, Tokens, bank_of
 from fdora.autograd.multi import Call as BankCall
 from fdora.autograd.weight import Specs, flat_of, specs_of
 from fdora.eager.experts import ACTS as ACTS
@@ -193,7 +193,7 @@ def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -
 
 def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype) -> Any:
     own = (*flat[i * WIDTH : (i + 1) * WIDTH], *flat[call.packed(i)])
-    return bank_of(call.bank(i), s, offsets, None, own, dtype)
+    return bank_of(call.bank(i), Tokens(s, offsets), own, dtype)
 
 
 def experts_mlp(

@@ -25,8 +25,9 @@ class Tokens(NamedTuple):
     """Which tokens are whose, see :class:`fdora._records.Bank`."""
 
     s: Tensor
-    offsets: Tensor
-    order: Tensor | None
+    offsets: Any
+    order: Tensor | None = None
+    ids: Tensor | None = None
 
 
 class Call(NamedTuple):
@@ -49,7 +50,7 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn, call.experts)
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
-        ready = bank_of(call, *tokens, tuple(flat_of([bank], specs)), x.dtype)
+        ready = bank_of(call, tokens, tuple(flat_of([bank], specs)), x.dtype)
         y: Tensor = OPS[call.backend].multi_fwd(flat, ready, False)[0]
     else:
         y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
@@ -59,6 +60,14 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
 def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """offsets, order and, where it costs nothing, its inverse, from the adapter of each token; nobody waits for the device."""
     return OPS[backend if ids.shape[0] <= COUNTED else "eager"].route(ids, adapters)
+
+
+def tokens_by(ids: Tensor, s: Tensor, x: Tensor, A: Tensor, p: float, backend: str) -> Tokens:
+    """Sorted, if forward asks for that."""
+    ids, any_order = ids.reshape(-1), OPS[backend].any_order
+    if any_order is not None and any_order(ids.shape[0], x.dtype, A, p):
+        return Tokens(s, None, None, ids)
+    return Tokens(s, *route(ids, A.shape[0], backend)[:2])
 
 
 def fault(offsets: Tensor | None, ids: Tensor | None, tokens: int, adapters: int) -> str:
@@ -98,7 +107,7 @@ def experts_norm(
         return quant.stack_norms(W, A, B, s, backend, wanted)
 
 
-def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: Sequence[Any], dtype: torch.dtype) -> Bank:
+def bank_of(call: Any, tokens: Tokens, flat: Sequence[Any], dtype: torch.dtype) -> Bank:
     """``flat``: operands of one layer, then what is stored of its W. W is dense and in the dtype of the products: codes are
     decoded here, and autocast's copy is made once for all."""
     W, A, B, m, c, bias, seed = flat[:WIDTH]
@@ -109,7 +118,7 @@ def bank_of(call: Any, s: Tensor, offsets: Tensor, order: Tensor | None, flat: S
         W = quant.decoded(spec.weight(flat[WIDTH:])) if lazily else dense_in(spec, flat[WIDTH:], dtype, call.backend)
         W = W.unflatten(0, tuple(B.shape[:2])) if call.experts else W
         dtype = W.dtype if lazily else dtype
-    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, s, offsets, order, seed, call.ranks, call.p)
+    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, *tokens, seed, call.ranks, call.p)
 
 
 class Multi(torch.autograd.Function):
@@ -118,21 +127,22 @@ class Multi(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, call: Call, s: Tensor, offsets: Tensor, order: Tensor | None, *flat: Tensor | None) -> Any:
+    def forward(x: Tensor, call: Call, s: Tensor, offsets: Any, order: Any, ids: Any, *flat: Tensor | None) -> Any:
+        tokens = Tokens(s, offsets, order, ids)
         with autocast_off(x):
-            y, h, kept = OPS[call.backend].multi_fwd(x, bank_of(call, s, offsets, order, flat, x.dtype), call.save_for_dm)
+            y, h, kept = OPS[call.backend].multi_fwd(x, bank_of(call, tokens, flat, x.dtype), call.save_for_dm)
         return y, h, *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.call, s, offsets, order, *flat = inputs
+        x, ctx.call, *tensors = inputs
         y, h, *kept = output
         ctx.mark_non_differentiable(h, *kept)
         ctx.set_materialize_grads(False)
         if ctx.call.save_for_dm and not kept:
             kept = [y]
         ctx.kept = len(kept)
-        ctx.save_for_backward(x, s, offsets, order, h, *kept, *flat)
+        ctx.save_for_backward(x, h, *kept, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
@@ -140,13 +150,17 @@ class Multi(torch.autograd.Function):
         if dy is None:
             return (None,) * len(flags)
         call, saved = ctx.call, reread(ctx, ctx.call.fn, REMEDY)
-        needs = BankNeeds(flags[0], *flags[6:11])
+        needs = BankNeeds(flags[0], *flags[7:12])
         dx, *grads = gradients_of(call.fn, needs, _backward, dy, call, ctx.kept, needs, *saved)
-        #      x   call  s     offsets order W   A B m c bias   seed and packed tensors
-        return dx, None, None, None, None, None, *grads, *[None] * (len(flags) - 11)
+        #      x   call, s, offsets, order, ids, W  A B m c bias   seed and packed tensors
+        return dx, *[None] * 6, *grads, *[None] * (len(flags) - 12)
 
 
 def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *saved: Any) -> Any:
-    s, offsets, order, h, *rest = saved
-    bank = bank_of(call, s, offsets, order, rest[count:], x.dtype)
-    return OPS[call.backend].multi_bwd(dy, x, bank, h, tuple(rest[:count]), needs)
+    h, *rest = saved
+    kept, tokens, flat = rest[:count], Tokens(*rest[count : count + 4]), rest[count + 4 :]
+    if tokens.ids is not None:  # what forward left in their order
+        offsets, order, _ = route(tokens.ids, flat[1].shape[0], call.backend)
+        tokens, h = Tokens(tokens.s, offsets, order), h[order]
+        kept = [kept[0][order], kept[1]] if count == 2 else kept
+    return OPS[call.backend].multi_bwd(dy, x, bank_of(call, tokens, flat, x.dtype), h, tuple(kept), needs)

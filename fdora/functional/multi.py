@@ -12,7 +12,7 @@ from torch import Tensor
 from fdora._check import check_device, check_dtype, check_frozen, check_shapes, check_tensor, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Operands
-from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, route
+from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
 from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_kernels, check_ranks, check_sequence, scalings
@@ -108,11 +108,10 @@ def dora_linear_multi(
     if m is not None:
         c = in_sums(bank_norm(W, A, B, scale, of_each, name) if norm is None else norm, x)
     seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
-    ends, order = (offsets, None) if ids is None else route(ids.reshape(-1), G, name)[:2]
-    assert ends is not None
+    tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, dropout_p, name)
     saves = save_for_dm(m, c, False) != "nothing"
     call = Call(of_each, float(dropout_p), saves, name)
-    return multi(x, Operands(W, A, B, m, c, bias, seeds), Tokens(scale, ends, order), call)
+    return multi(x, Operands(W, A, B, m, c, bias, seeds), tokens, call)
 
 
 def check_multi(

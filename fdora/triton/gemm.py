@@ -34,7 +34,7 @@ from fdora.triton.tiles.product import Ask, fused_config
 
 
 class Epilogue(NamedTuple):
-    """What happens to the accumulator: "none", "scale", "residual", "accumulate" or "rows"."""
+    """What happens to the accumulator: "none", "scale", "residual", "accumulate", "rows" or "table"."""
 
     kind: str = "none"
     m: Array | None = None

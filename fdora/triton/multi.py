@@ -1,8 +1,15 @@
 """Many adapters on one W, each for its own tokens, as one plan for each direction; formulas: fdora/eager/multi.py.
 
-Half precision. Forward: h = s_a x A_a^T by segments, then one product for all tokens with the low-rank terms, g and bias inside
-(multi_gemm.py); up to 64 tokens: multi_small.py. Backward: multi_bwd.py. Inside, tokens are sorted; what comes in another
-order is copied into it and back. float32, and the dx of a call with dropout: the product by cuBLAS, the rest in one pass.
+Half precision, forward, by how many tokens and ranks there are:
+
+    up to 64 tokens         one pass over W (multi_small.py)
+    few ranks in all        one layer with the ranks of all adapters (multi_table.py)
+    up to 1024 tokens       x W^T by cuBLAS, then the rest in one pass over rows that are looked up in sorted order
+    sorted tokens           h = s_a x A_a^T by segments, then one product with all else inside (multi_gemm.py)
+    tokens in any order     as up to 1024
+
+The first two ask for no order. float32, and the dx of a call with dropout, are as up to 1024 tokens too. Backward
+(multi_bwd.py) copies tokens into sorted order, and dx back.
 
 W of three axes, and a bias of two: each adapter is an expert with a W of its own. The same plans with another grouping of the
 rows into tiles (multi_gemm.py); float32 then is a Triton product too, since cuBLAS would want lengths.
@@ -37,13 +44,14 @@ from fdora.triton.multi_norm import bank_norm as bank_norm
 from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
+from fdora.triton.multi_table import multi_table, takes_table
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
 
-TENSORS = 10  # of a bank; behind them ranks and p
-READS = "stack matrix matrix flat flat flat vector vector vector vector"  # how a plan takes them
+TENSORS = 11  # of a bank; behind them ranks and p
+READS = "stack matrix matrix flat flat flat vector vector vector vector vector"  # how a plan takes them
 BACKWARD = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
 BankGrads = tuple[Tensor | None, ...]
 
@@ -62,6 +70,11 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     return tuple(next(results) if need else None for need in needs)
 
 
+def any_order(M: int, dtype: torch.dtype, A: Any, p: float) -> bool:
+    """Whether multi_fwd takes M tokens with their ids: h, and what dm reads beside it, are in the order of x then."""
+    return dtype.itemsize == 2 and p == 0 and (is_small(M) or takes_table(M, A.shape[0] * A.shape[1], False))
+
+
 def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     """Whether y cannot stand in for the value before g; compare linear.py."""
     return bank.bias is not None or dtype == torch.float32
@@ -76,33 +89,35 @@ def _read_bank(plan: Builder, likes: Likes, p: float) -> Any:
 def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> None:
     """likes: those of the bank."""
     bank = _read_bank(plan, likes, p)
-    (M, _), (G, R, _), N, t = x.shape, bank.A.shape, bank.B.shape[1], x.dtype
+    (M, _), (G, R, _), t = x.shape, bank.A.shape, x.dtype
     y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
     if M == 0:
         plan.path = "no tokens"
         return
     bank, experts = bank._replace(ranks=rank_table(plan, ranks or None)), len(bank.W.shape) == 3
-    if t != torch.float32 and is_small(M) and bank.seed is None and not experts:
+    as_they_come = t != torch.float32 and bank.seed is None and bank.order is None and not experts
+    if as_they_come and is_small(M):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
         return multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), y, h, pre_scale)
-    x = sort(plan, x, bank.order)
-    out = y if bank.order is None else plan.temp((M, N), t)
+    if as_they_come and (bank.ids is not None or takes_table(M, G * R, True)):
+        bank = bank._replace(W=in_dtype(plan, bank.W, t))
+        plan.path = f"x A^T of all adapters, then the product; {multi_table(plan, x, bank, y, h, pre_scale)}; few ranks in all"
+        return None
     W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
-    shape = shape_of(plan, x, out, W, R, G, pre_scale is not None, False)
+    shape = shape_of(plan, x, y, W, R, G, pre_scale is not None, bank.order is not None)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
     if bank.seed is None:
         pad = low_rank_input(plan, x, bank.A, False, bank, shape, h, beside)
     laid = lay(plan, right, shape, t, ranks or None, bank.ranks, beside)
-    found = routes(plan, bank, M, shape, laid, out, pre_scale)
+    found = routes(plan, bank, M, shape, laid, y, pre_scale)
     if bank.seed is not None:
-        pad = low_rank_input(plan, drop(plan, x, bank, found.ids), bank.A, False, bank, shape, h)
-    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(out, pre_scale, bank.bias))
-    if bank.order is not None:
-        unsort(plan, out, bank.order, y)
+        dropped = drop(plan, x, bank, found.ids)
+        pad = low_rank_input(plan, dropped, bank.A, False, bank._replace(order=None), shape, h)
+    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias))
     if experts:
         plan.path = "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
-    elif t == torch.float32:
+    elif shape.config is None:
         plan.path = "the product by cuBLAS, then the terms of low rank and g in one pass"
     else:
         plan.path = f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
@@ -129,6 +144,7 @@ def plan_backward(
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
+    bank = bank._replace(order=None)
     backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
         unsort(plan, sorted_dx, order, dx)

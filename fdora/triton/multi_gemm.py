@@ -24,13 +24,14 @@ from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
 from fdora.triton.multi_rows import Laid, Seen, as_matrix
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import INTERPRETED, Device, cdiv, grid_of, is_tma_compatible
+from fdora.triton.runtime.device import Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.product import Ask, bank_config, grouped_config
 
 BLOCK_GN = 1024  # columns of g that a program writes
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the pass behind cuBLAS
+APART = 1024  # tokens: cuBLAS and a pass out of the cache take less than tiles of several adapters and a look at the bank
 MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
@@ -50,6 +51,7 @@ class HConfig(NamedTuple):
     BLOCK_K: int
     num_warps: int
     num_stages: int
+    SLICES: int = 1
 
 
 def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
@@ -57,6 +59,9 @@ def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: 
     rows, three times, where there are few programs. Many adapters of a high rank have 267 at ranks 8 to 256 of 32: with room
     for two to a multiprocessor the last begin when all others end, which costs where K is small; ``beside`` another kernel
     that has the better of it. Experts were not timed."""
+    programs = 4 * (cdiv(M, 64) + G) * cdiv(R, 32)
+    if half and 90 <= device.capability < 120 and programs <= 2 * device.num_sms and not experts:
+        return HConfig(16, min(32, power_of_two(R)), 512, 4, 3, 4)
     if R <= 32:
         return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
     if not half:
@@ -100,15 +105,15 @@ def has_columns(w: Array) -> bool:
     return w.stride[-2] == 1 and w.stride[-1] != 1
 
 
-def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: int, extra: bool, masked: bool) -> Shape:
-    """w (K, N), or (G, K, N) of experts. ``extra``: one more tile leaves at the end. ``masked``: dropout, whose mask is not of
-    the base product."""
+def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: int, extra: bool, apart: bool) -> Shape:
+    """w (K, N), or (G, K, N) of experts. ``extra``: one more tile leaves at the end. ``apart``: the base product must be there
+    first, since dropout's mask is not its, or since its rows are not sorted."""
     (M, K), N, on = x.shape, out.shape[1], plan.device
     trans, matrix = has_columns(w), joined(w)
     if adapters * max(K, N, R + 256) > MOST_AT:  # rows of a stack or of a bank, with room for the last step of each rank
         matrix = None
     G, f32, tma = w.shape[0] if len(w.shape) == 3 else 0, x.dtype == torch.float32, False
-    if not G and (f32 or masked):
+    if not G and (f32 or apart or M <= APART):
         return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
     if matrix is not None:
         tma = all(map(is_tma_compatible, (x, out, matrix)))
@@ -178,7 +183,8 @@ def low_rank_input(
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
     config = h_config(M, K, R, G, half, beside, experts, plan.device)
-    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M))
+    narrower = half and f.itemsize == 4 and config.BLOCK_K > 128  # float32 factors: as many bytes under way
+    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
     given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
     given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
@@ -226,7 +232,7 @@ def multi_gemm(
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
     by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape)
+        wide = plan.temp(out.shape) if masked else out
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R)}
@@ -242,7 +248,7 @@ def multi_gemm(
         given |= tiled(config, trans_b, {"x": x, "h": pad}, right_hand, ends)
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
         given |= {"SPAN": laid.height, "W_SPAN": (N if trans_b else K) if experts else 0}
-        given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "PTX": not INTERPRETED}
+        given |= {"PROGRAMS": programs, "TRANS_B": trans_b}
         plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, bank, config)
         return
     given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R}

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
-from fdora.triton.kernels.multi_route import multi_route_kernel
+from fdora.triton.kernels.multi_route import multi_count_kernel, multi_route_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
 from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
@@ -21,7 +21,7 @@ from fdora.triton.tiles.configs import power_of_two
 
 TILE = {"BLOCK_M": 8, "BLOCK_N": 512, "BLOCK_K": 512}
 BLOCK_Q = 256
-ROUTE_T, ROUTE_S = 32, 128
+ROUTE = 64  # tokens of a block
 RANKS = 32  # that one launch writes
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -150,17 +150,20 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
 
 @maker("tokens sorted by adapter", "vector", "the place of a token is counted")
 def plan_route(plan: Builder, ids: Array, G: int) -> None:
-    """Which tokens are whose, from the adapter of each: one launch that counts, where torch sorts in several.
+    """Which tokens are whose, from the adapter of each: two launches that count, where torch sorts in several.
 
-    The place of a token is how many come before it: those of earlier adapters, and earlier ones of its own. M^2 comparisons, so
-    for some thousand tokens at most.
+    The place of a token is how many come before it: those of earlier adapters, and earlier ones of its own. Each block of
+    tokens reads what all blocks have counted, so for some thousand tokens at most.
     """
     (M,) = ids.shape
     offsets = plan.result("offsets", (G,), torch.int32)
     order, place = (plan.result(name, (M,), torch.int64) for name in ("order", "place"))
-    parts = cdiv(M, ROUTE_T)
-    given = {"ids": ids, "offsets": offsets, "order": order, "place": place, "M": M, "G": G, "parts": parts}
-    plan.launch(multi_route_kernel, (parts + cdiv(G, ROUTE_T),), given | named("BLOCK_T BLOCK_S", (ROUTE_T, ROUTE_S)))
+    blocks, block_g = max(1, cdiv(M, ROUTE)), power_of_two(min(64, G + 1))
+    counts = plan.temp((blocks, G + 1), torch.int32)
+    given = {"ids": ids, "counts": counts, "M": M, "G": G, "BLOCK_T": ROUTE, "BLOCK_G": block_g}
+    plan.launch(multi_count_kernel, (blocks, cdiv(G + 1, block_g)), given)
+    given |= {"offsets": offsets, "order": order, "place": place, "blocks": blocks, "BLOCK_B": ROUTE}
+    plan.launch(multi_route_kernel, (blocks,), given)
 
 
 # ids (M,) -> offsets (G,) int32, order (M,) int64 and its inverse; tokens of no adapter come last

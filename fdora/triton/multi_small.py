@@ -1,12 +1,12 @@
 """A handful of tokens of many adapters (decoding: each token its own): bound by reading W once, and what adapters there are.
 
     h = s_a x A_a^T, l = h B_a^T   one program per token and some columns; above r = 32 in two kernels:
-      parts of h = x A_a^T         one program per segment, slab of the rank and part of K
-      h = s_a h, l = h B_a^T       one program per segment and few columns
+      parts of h = x A_a^T         one program per adapter, slab of the rank and part of K
+      h = s_a h, l = h B_a^T       one program per adapter and few columns
     out = g_a (x W^T + l) + bias   one program per few columns, all of K, then l
 
 Each kernel starts while the one ahead runs, where the GPU has programmatic dependent launch: the last streams W meanwhile.
-Sorted inside; ``order`` is looked up where x is read and y written.
+Nothing is sorted: the program of an adapter's first token finds the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fdora.triton.runtime.plan import Array
 from fdora.triton.small import parts_of
 from fdora.triton.tiles.configs import power_of_two, small_config
 
-BLOCK_T = 16  # tokens of a segment at a time
-EXPAND_N = 128
+EXPAND_N = 128  # columns where the pass over W does not run beside
 WIDE = 4096  # numbers of a tile
 LOW_R = 32  # largest rank whose terms one launch forms
 
@@ -51,7 +50,7 @@ class Low(NamedTuple):
 
 
 def multi_small(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scale: Array | None) -> None:
-    """(M, K) and a bank -> y, and h and pre_scale in sorted order."""
+    """(M, K) and a bank -> y, h and pre_scale, in the order of x."""
     (M, K), R, N = x.shape, bank.A.shape[1], y.shape[1]
     if y.numel == 0:
         plan.zero(h)
@@ -59,7 +58,7 @@ def multi_small(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scal
     room = room_config()
     low = Low(h, plan.temp((M, N)), None if bank.m is None else plan.temp((M, N)))
     rows = power_of_two(M)
-    (_low if R <= LOW_R else _by_segments)(plan, x, bank, low, room)
+    (_low if R <= LOW_R else _by_adapters)(plan, x, bank, low, room)
     w = bank.W.T
     config = small_config(rows, N, K, w.stride[1] == 1, plan.device.capability, plan.device.num_sms)
     if rows * config.BLOCK_N > WIDE:
@@ -84,17 +83,18 @@ def strides_of(bank: Any) -> dict[str, int]:
     return named("stride_fr stride_fk stride_bn stride_br", (*bank.A.stride[1:], *bank.B.stride[1:]))
 
 
-def _by_segments(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig) -> None:
+def _by_adapters(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig) -> None:
     """Products of an adapter with all of its tokens: parts of x A_a^T, then their sum and h B_a^T."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
     parts = parts_of(K, R)
     part, by, pdl = plan.temp((parts, M, R)), strides_of(bank), plan.pdl
     step = min(128, power_of_two(cdiv(K, parts)))
     span = cdiv(cdiv(K, parts), step) * step
-    of = {"part": part, "M": M, "G": G, "R": R, "PDL": pdl, "BLOCK_T": BLOCK_T, "BLOCK_G": block_of(G)}
+    of = {"part": part, "M": M, "G": G, "R": R, "PDL": pdl, "BLOCK_T": power_of_two(M), "BLOCK_G": block_of(G)}
     given = {"x": x, "f": bank.A, "K": K, "span": span, "stride_fk": by["stride_fk"], "stride_fr": by["stride_fr"]}
     tile = {"BLOCK_R": 16, "BLOCK_K": step}
     plan.launch(multi_shrink_kernel, (M, cdiv(R, 16), parts), {**of, **given, **tile}, bank, num_stages=4)
     given = {"b": bank.B, "N": N, "PARTS": parts, "stride_br": by["stride_br"], "stride_bn": by["stride_bn"]}
-    tile = {"BLOCK_N": EXPAND_N, "BLOCK_R": min(32, power_of_two(R))}
-    plan.launch(multi_expand_kernel, (cdiv(N, EXPAND_N), M), {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)
+    block_n = 8192 // power_of_two(M) if pdl else EXPAND_N  # few programs: the pass over W begins when all of them have
+    tile = {"BLOCK_N": block_n, "BLOCK_R": min(32, power_of_two(R))}
+    plan.launch(multi_expand_kernel, (cdiv(N, block_n), M), {**of, **given, **tile}, low, bank, num_stages=2, pdl=pdl)

@@ -33,7 +33,7 @@ def scaled_product(
 ) -> str:
     """(M, K) (M, r) (N, K) (N, r) -> y and, where given, pre, both (M, N). Returns what it does, in words."""
     right = Operand(W, B, trans=True)
-    way = way or way_of(plan, x, h, right, y, pre)
+    way = way or way_of(plan, x, h, right, y, pre, epilogue.kind == "table")
     if way.kind == "fused":
         gemm(plan, y, x, h, right, epilogue, pre_scale=pre, config=way.tile)
         return "one fused product; g inside"
@@ -63,10 +63,10 @@ def summed_product(
     return "dz W by cuBLAS, then one pass for dh A"
 
 
-def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None) -> Way:
+def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None, table: bool = False) -> Way:
     (M, K), N, r, on = x.shape, out.shape[1], h.shape[1], plan.device
     trans_b, tma = by_tma(x, right, out, beside)
-    return product_way(Ask(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms))
+    return product_way(Ask(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms, table))
 
 
 def rest(
@@ -82,5 +82,16 @@ def rest(
     (M, N), r = base.shape, h.shape[1]
     if base.numel == 0:
         return
-    given = {"base": base, "h": h, "b": b, "out": out, "pre_scale": pre_scale, "M": M, "N": N, "R": r, "GROUP_M": 8}
+    given = {
+        "base": base,
+        "h": h,
+        "b": b,
+        "out": out,
+        "pre_scale": pre_scale,
+        "M": M,
+        "N": N,
+        "R": r,
+        "GROUP_M": 8,
+        "EPILOGUE": epilogue.kind,
+    }
     plan.launch(rest_kernel, "MN", given, rest_config(r), epilogue)

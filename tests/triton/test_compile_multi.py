@@ -19,6 +19,7 @@ SPILL = {
     "multi_norm_kernel": 64,
     "multi_h_kernel": 16,
     "multi_gemm_tma_kernel": 8,
+    "gemm_tma_kernel": 48,  # g out of a table beside a value before g, on sm_100
 }
 
 
@@ -59,13 +60,21 @@ def test_the_look_at_the_bank_runs_beside_the_product_of_low_rank(r):
 
 @pytest.mark.parametrize("target", GPUS)
 def test_few_tokens_float32_and_dropout(target, tmp_path):
-    made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, order=True)) for M, r in ((16, 16), (64, 64))]
+    made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, ids=ids)) for M, r, ids in ((16, 16, False), (64, 64, True))]
     made += [*plans(target, 512, 4096, 4096, 16, 4, FP32, FP32), *plans(target, 512, 4096, 4096, 16, 4, seed=True, order=True)]
     kernels = {step.kernel.__name__ for plan in made for step in launches(plan)}
     few = {f"multi_{name}_kernel" for name in ("small", "expand", "low", "shrink", "drop")}
     assert few | {"rows_kernel"} <= kernels
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "rows")
+
+
+@pytest.mark.parametrize(("target", "M"), [(80, 700), *product((90, 100), (200, 700, 4096))])
+def test_one_product_for_a_few_ranks(target, M, tmp_path):
+    """g of each row out of a table, in every form that a product of one layer has."""
+    made = [next(plans(target, M, 4096, 4096, 16, 6, bias=bias, ids=M == 4096)) for bias in (False, True)]
+    for name in ("multi_table", "rest" if "by cuBLAS" in made[0].path else "gemm"):
+        assert_builds(made, target, tmp_path, name, SPILL)
 
 
 EXPERTS = [(16384, 1536, 2048, 16, 128), (32768, 4096, 14336, 64, 8), (64, 2880, 2880, 16, 32)]

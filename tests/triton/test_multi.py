@@ -49,6 +49,18 @@ def drawn(shape, dtype, adapter=None, route="offsets", bias=True):
     return case(lengths, tail, N, K, ranks, s, dtype, adapter, bias=bias, route=route, spread=0.02)
 
 
+@pytest.fixture
+def apart(monkeypatch, chosen_anew):
+    """More than a few tokens as where ranks are many in all: the product as they come, then a pass in sorted order."""
+    monkeypatch.setattr("fdora.triton.multi_table.RANKS", 0)
+
+
+@pytest.fixture
+def tiles(monkeypatch, apart):
+    """As where tokens are many too: sorted ones in tiles of one adapter or several."""
+    monkeypatch.setattr("fdora.triton.multi_gemm.APART", 0)
+
+
 def naive(t):
     *own, rest = places(t)
     ys = [reference.naive(t.x[at], t.W, *p, s, t.bias) for at, p, s in zip(own, t.adapters, t.s, strict=True)]
@@ -72,9 +84,17 @@ def assert_as_the_truth(t, ranks, what):
         assert_within(v, budget, want[n].double(), f"{what} {n}")
 
 
-@pytest.mark.parametrize("shape", ["few", "slabs", "ones", "long", "many", "crowded"])
+AS_IT_IS = ("few", "slabs", "ones", "long", "many", "crowded", "steps")
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [(shape, "") for shape in AS_IT_IS] + [(shape, way) for shape in ("many", "crowded") for way in ("apart", "tiles")],
+)
 @pytest.mark.parametrize("route", ["offsets", "ids"])
-def test_as_the_truth(shape, route):
+def test_as_the_truth(shape, way, route, request):
+    if way:
+        request.getfixturevalue(way)
     for i, dtype in enumerate((*HALF, torch.float32)):
         bias = (route == "ids") != bool(i % 2)
         t = drawn(shape, dtype, dtype if bias else torch.float32, route, bias)
@@ -82,11 +102,11 @@ def test_as_the_truth(shape, route):
 
 
 @pytest.mark.parametrize("shape", ["many", "steps", "crowded"])
-def test_by_tma(shape, as_hopper):
+def test_by_tma(shape, tiles, as_hopper):
     """The tiles that Hopper takes, interpreted; "crowded" lies as no descriptor can be made, and takes pointers."""
     plans = as_hopper()
-    for route, bias in (("offsets", False), ("ids", True))[shape == "crowded" :]:
-        assert_as_the_truth(drawn(shape, torch.float16, None, route, bias), bias, f"{shape} {route}")
+    for bias in (False, True)[shape == "crowded" :]:
+        assert_as_the_truth(drawn(shape, torch.float16, None, "offsets", bias), bias, shape)
     products = [s for p in plans.values() for s in launches(p, "multi_gemm")]
     assert len(products) in (2, 4) and all(by_tma(s) == (shape != "crowded") for s in products)
 
@@ -109,21 +129,50 @@ def test_plain_lora_and_a_norm_with_a_gradient():
     assert rel_l2(dc, torch.autograd.grad(y, C, dy.double())[0]) < CLOSE
 
 
-@pytest.mark.parametrize(("shape", "hopper"), [("few", False), ("many", False), ("many", True), ("wide", True)])
-def test_strangers_stay_strangers(shape, hopper, request):
+@pytest.mark.parametrize("shape", ["many", "crowded"])
+def test_a_few_ranks_in_all_are_one_layer(shape, as_hopper):
+    """Tokens in any order as they come: one product of x beside one layer's, with the tiles that this has."""
+    plans = as_hopper()
+    for route in ("offsets", "ids"):
+        t = drawn(shape, torch.float16, None, route, False)
+        assert_as_the_truth(t, True, f"{shape} {route}")
+    forward = [p for p in plans.values() if p.name.endswith("forward")]
+    assert len(forward) == 2
+    for plan in forward:
+        found = kernels(plan)
+        assert found.pop("multi_ranks_kernel") == found.pop("multi_table_kernel") == 1
+        assert [*found] == ["product", "gemm_pointer_kernel" if shape == "crowded" else "gemm_tma_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ("few", ()),
+        ("few ids", ()),
+        ("many", ()),
+        ("many ids", ()),
+        ("many", ("as_hopper",)),
+        ("many ids", ("apart",)),
+        ("many", ("tiles",)),
+    ]
+    + [(shape, ("tiles", "as_hopper")) for shape in ("many", "many ids", "wide")],
+    ids=str,
+)
+def test_strangers_stay_strangers(shape, how, request):
     """What is not finite in one adapter, or in a token of one, reaches nobody else's tokens and no other gradient."""
-    if hopper:
-        request.getfixturevalue("as_hopper")()
-    healthy = drawn(shape, HALF[0], bias=False)
+    for fixture in map(request.getfixturevalue, how):
+        fixture and fixture()
+    shape, _, route = shape.partition(" ")
+    healthy = drawn(shape, HALF[0], route=route or "offsets", bias=False)
     want, well = (
         with_gradients(lambda t: together(t, backend="triton"), healthy, dy_of(healthy)),
         torch.cat(places(healthy)[1:]),
     )
     for bad, what in zip(map(float, ("nan", "inf", "nan", "inf", "nan")), ("A", "B", "m", "x", "dy"), strict=True):
-        t = drawn(shape, HALF[0], bias=False)
+        t = drawn(shape, HALF[0], route=route or "offsets", bias=False)
         dy = dy_of(t)
         if what in ("x", "dy"):
-            (t.x if what == "x" else dy)[1] = bad
+            (t.x if what == "x" else dy)[places(t)[0][1]] = bad
         else:
             getattr(t.adapters[0], what).fill_(bad)
         got = with_gradients(lambda t: together(t, backend="triton"), t, dy)
@@ -131,10 +180,10 @@ def test_strangers_stay_strangers(shape, hopper, request):
         assert all(torch.equal(got[n], want[n]) for n in ("A1", "B1", "m1", "A2", "B2", "m2")), (bad, what)
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_what_lies_beyond_a_rank_is_not_read(hopper, request):
-    if hopper:
-        request.getfixturevalue("as_hopper")()
+@pytest.mark.parametrize("how", [(), ("as_hopper",), ("apart",), ("tiles", "as_hopper")], ids=str)
+def test_what_lies_beyond_a_rank_is_not_read(how, request):
+    for fixture in map(request.getfixturevalue, how):
+        fixture and fixture()
     for shape in ("few", "many", "steps", "few odd", "many odd"):
         lengths, tail, N, K, ranks = SHAPES[shape.split()[0]]
         if "odd" in shape:  # in the middle of what is read at once
@@ -207,7 +256,7 @@ def test_norms_of_rows_that_cancel(ranks, short_strips):
     assert torch.equal(c[:, same], plain[:, same])
 
 
-def test_one_plan_whatever_the_lengths(chosen_anew):
+def test_one_plan_whatever_the_lengths(tiles, chosen_anew):
     """Nothing asks for a length: other segments are other numbers in the same launches."""
     t = drawn("many", HALF[0])
     made = []
@@ -219,8 +268,9 @@ def test_one_plan_whatever_the_lengths(chosen_anew):
     assert sum(kernels(p)["multi_gemm_pointer_kernel"] + kernels(p)["multi_gemm_tma_kernel"] for p in made[0]) == 1
 
 
-@pytest.mark.parametrize("shape", ["few", "many"])
-def test_a_weight_of_another_dtype_under_autocast(shape, as_hopper):
+@pytest.mark.parametrize(("shape", "way"), [("few", "as_hopper"), ("many", "as_hopper"), ("many", "tiles")])
+def test_a_weight_of_another_dtype_under_autocast(shape, way, as_hopper, request):
+    request.getfixturevalue(way)
     as_hopper()
     t = drawn(shape, torch.float32)
     with torch.autocast(device.NAME, HALF[0]):

@@ -357,14 +357,15 @@ def calls_of_fp8(M, N, K, r, dtype):
             yield plan_fp8_linear, likes, (save, 0.1 if seed else 0.0, mode, (128, 128) if mode == "block" else (0, 0))
 
 
-def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False):
+def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False, ids=False):
     """The likes of a bank's tensors; of experts each with a W and a bias of its own."""
     vectors, own = alike(G, N, dtype=FP32), (G,) if experts else ()
     return [
         *(alike(*own, N, K, dtype=dtype), alike(G, r, K, dtype=adapter), alike(G, N, r, dtype=adapter)),
         *((alike(G, N, dtype=adapter), vectors) if m else (None, None)),
-        *(alike(*own, N, dtype=dtype) if bias else None, alike(G, dtype=FP32), alike(G, dtype=torch.int32)),
-        *(alike(M, dtype=torch.int64) if order else None, alike(G, dtype=torch.int64) if seed else None),
+        *(alike(*own, N, dtype=dtype) if bias else None, alike(G, dtype=FP32), None if ids else alike(G, dtype=torch.int32)),
+        *(alike(M, dtype=torch.int64) if given else None for given in (order, ids)),
+        alike(G, dtype=torch.int64) if seed else None,
     ]
 
 
@@ -387,6 +388,8 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
         tensors, p = bank(M, N, K, r, G, dtype, adapter, bias, order, seed, m), 0.1 if seed else 0.0
         for save in (False, m):
             yield multi.plan_forward, [x, *tensors], (of, p, save)
+            if multi.any_order(M, dtype, tensors[1], p):
+                yield multi.plan_forward, [x, *bank(M, N, K, r, G, dtype, adapter, bias, m=m, ids=True)], (of, p, save)
         for needs in (full, (True, False, False, False, False), (False, True, True, True, False), (False,) * 3 + (True, True)):
             wanted = (*needs[:3], *(need and m for need in needs[3:]), bias)
             if any(wanted):

@@ -38,14 +38,27 @@ def segments_of(t, offsets, G, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def segment_of(t, offsets, G, BLOCK_G: tl.constexpr):
-    """The same for one token."""
-    found = t * 0
-    for a0 in range(0, G, BLOCK_G):
-        a = a0 + tl.arange(0, BLOCK_G)
-        end = tl.load(offsets + a, mask=a < G, other=0x7FFFFFFF)
-        found += tl.sum((end <= t).to(tl.int32), axis=0)
-    return found
+def place_of(order, t, inside):
+    """Where these sorted tokens lie."""
+    return t if order is None else tl.load(order + t, mask=inside, other=0)
+
+
+@triton.jit
+def valid(ids, G):
+    """The adapters that ids stand for, G for none."""
+    return tl.where((ids < 0) | (ids >= G), G, ids).to(tl.int32)
+
+
+@triton.jit
+def adapters_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
+    """The adapter of each token t, by ids or sorted by segments; G for none."""
+    return segments_of(t, offsets, G, BLOCK_G) if ids is None else valid(tl.load(ids + t, mask=t < M, other=-1), G)
+
+
+@triton.jit
+def adapter_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
+    """The same of one token."""
+    return tl.sum(adapters_of(t + tl.arange(0, 1), ids, offsets, M, G, BLOCK_G), axis=0)
 
 
 @triton.jit
@@ -66,6 +79,17 @@ def rank_of(ranks, a, G, R):
     """The true rank of adapter a, 0 where there is none."""
     r = tl.load(ranks + a, mask=a < G, other=0) if ranks is not None else R
     return tl.where(a < G, r, 0)
+
+
+@triton.jit
+def g_of_adapter(m, c, a, n, G, N):
+    """g of adapter a at columns n; 1 behind the last one."""
+    ga = tl.full((n.shape[0],), 1.0, tl.float32)
+    if m is not None:  # noqa: SIM102  it must not be looked at
+        if a < G:
+            at = tl.cast(a, tl.int64) * N
+            ga = g_tile(m + at, c + at, n, N)
+    return ga
 
 
 @triton.jit(launch_metadata=launched)
@@ -187,23 +211,39 @@ def multi_routes_kernel(
         across = tl.cdiv(N, BLOCK_N)
         a = (pid - tiles) // across
         n = (pid - tiles) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = tl.cast(a, tl.int64) * N
-        ga = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if m is not None:  # noqa: SIM102  it must not be looked at
-            if a < G:
-                ga = g_tile(m + at, c + at, n, N)
+        ga = g_of_adapter(m, c, a, n, G, N)
         if FLAGS > 0:
             i = tl.arange(0, FLAGS)
             bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
             ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
-        tl.store(g + at + n, ga, mask=n < N)
+        tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
+
+
+@triton.jit
+def _by_slices(
+    x, f, place, r, mine, near, end, K, stride_xm, stride_xk, stride_fk, stride_fr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """x f where rows are so few that a step's products would wait for each other: warps have slices of it."""
+    PART: tl.constexpr = BLOCK_K // SLICES
+    k = tl.reshape(tl.arange(0, BLOCK_K), (SLICES, PART))
+    at_x = x + place.to(tl.int64)[None, :, None] * stride_xm + k[:, None, :] * stride_xk
+    at_f = f + k[:, :, None].to(tl.int64) * stride_fk + r[None, None, :] * stride_fr
+    acc = tl.zeros((SLICES, mine.shape[0], r.shape[0]), tl.float32)
+    for k0 in range(0, end, BLOCK_K):
+        xt = tl.load(at_x, mask=mine[None, :, None] & (k < K - k0)[:, None, :], other=0.0)
+        ft = tl.load(at_f, mask=(k < K - k0)[:, :, None] & near[None, None, :], other=0.0)
+        acc = tl.dot(xt, ft.to(xt.dtype), acc)
+        at_x += BLOCK_K * stride_xk
+        at_f += BLOCK_K * stride_fk
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_h_kernel(
-    x, f, s, offsets, ranks, h, pad, M, G, K, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
-    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
+    x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
+    stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
@@ -216,24 +256,29 @@ def multi_h_kernel(
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     if lo < hi:
         t = tile * TILE + part + tl.arange(0, BLOCK_M)
-        r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        r = first_r + tl.arange(0, BLOCK_R)
         mine = (t >= lo) & (t < hi)
         rank = rank_of(ranks, a, G, R)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
         some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
-        at_x = addresses(Matrix(x, stride_xm, stride_xk), t, k)
-        at_f = addresses(Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr), k, r)
+        own, place = f + tl.cast(a, tl.int64) * stride_fa, place_of(order, t, mine)
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.
         near = (r // 8 * 8 < rank) & (r < R)
-        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         end = tl.where(some, K, 0)
-        for k0 in range(0, end, BLOCK_K):
-            xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
-            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
-            acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
-            at_x += BLOCK_K * stride_xk
-            at_f += BLOCK_K * stride_fk
+        if SLICES > 1:
+            acc = _by_slices(x, own, place, r, mine, near, end, K, stride_xm, stride_xk, stride_fk, stride_fr, SLICES, BLOCK_K)
+        else:
+            k = tl.arange(0, BLOCK_K)
+            at_x = addresses(Matrix(x, stride_xm, stride_xk), place, k)
+            at_f = addresses(Matrix(own, stride_fk, stride_fr), k, r)
+            acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for k0 in range(0, end, BLOCK_K):
+                xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
+                ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
+                acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
+                at_x += BLOCK_K * stride_xk
+                at_f += BLOCK_K * stride_fk
         known = mine[:, None] & (r < rank)[None, :]
         out = tl.where(known, acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
         mask = mine[:, None] & (r < R)[None, :]

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma
-from fdora.triton.kernels.multi import ROUTE, bounds_of, rank_of
+from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
 from fdora.triton.kernels.multi_rows import keep_of_segments
-from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, loaded
+from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
+from fdora.triton.kernels.tile import Matrix, addresses, store, within
 from fdora.triton.runtime.cost import launched
 
 
@@ -32,7 +32,7 @@ def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
     MOST, PROGRAMS, TRANS_B: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
-    GROUP_M: tl.constexpr, PTX: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """SPAN, W_SPAN: rows of b and of w from one adapter to the next. ``tails``: as of multi_rows.Laid. MOST: tiles of rows that
     there may be. One loop over the steps of all tiles of a program: the compiler joins two only where inner ones are alike."""
@@ -76,12 +76,12 @@ def multi_gemm_tma_kernel(
                     acc,
                     (
                         (out, out_at), pre_scale if pre_scale is None else (pre_scale, pre_scale_at), None, g,
-                        (ids, first, last, PTX), bias if bias is None else bias + tl.cast(first, tl.int64) * BIAS_SPAN,
+                        (ids, first, last), bias if bias is None else bias + tl.cast(first, tl.int64) * BIAS_SPAN,
                     ),
                     row, col, last, N, "segments", EPILOGUE_SUBTILE, "rows",
                 )
             else:
-                ends = (out, pre_scale, None, g, (ids, first, last, PTX), bias)
+                ends = (out, pre_scale, None, g, (ids, first, last), bias)
                 finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -136,25 +136,33 @@ def multi_gemm_pointer_kernel(
     )
     x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
     acc = products(acc, x, w, row, col, stop, N, K, BLOCK_K, "ieee")
-    ends = (out, pre_scale, None, g, (ids, first, last, False), bias)
+    ends = (out, pre_scale, None, g, (ids, first, last), bias)
     finish(acc, ends, row, col, stop, N, "segments")
 
 
 @triton.jit(launch_metadata=launched)
 def multi_epilogue_kernel(
-    v, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, seed, threshold, keep_scale, M, N, R, G,
+    v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """The same on a float32 product that is there. ``seed`` masks the term of low rank."""
+    """The same on a product that is there. ``seed`` masks the term of low rank. By ``order`` rows of v and out are sorted."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    place, inside = place_of(order, t, t < M), within(t, n, M, N)
+    there = tl.load(addresses(Matrix(v, N, None), place, n), mask=inside, other=0.0)  # on its way while the products run
     acc = low_rank_terms(
         Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
     if seed is not None:
         acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
-    acc += loaded(Matrix(v, N, None), t, n, M, N)
-    finish(acc, (out, pre_scale, None, g, (ids, first, last, False), bias), row, col, M, N, "segments")
+    acc += there.to(tl.float32)
+    if pre_scale is not None:
+        store(acc, Matrix(pre_scale, N, None), t, n, M, N)
+    if g is not None:
+        acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=inside)

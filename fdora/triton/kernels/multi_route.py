@@ -1,40 +1,51 @@
-"""Tokens sorted by adapter, by counting; see fdora/triton/multi_route.py."""
+"""Tokens sorted by adapter, by counting; see fdora/triton/multi_rows.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.multi import valid
+from fdora.triton.kernels.tile import block_on
 from fdora.triton.runtime.cost import launched
 
 
 @triton.jit
 def _keys(ids, t, M, G):
     """The adapter of each token, G for none; behind the last token more than any."""
-    a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-    return tl.where(t < M, tl.where((a < 0) | (a >= G), G, a), G + 1)
+    return tl.where(t < M, valid(tl.load(ids + t, mask=t < M, other=0), G), G + 1)
 
 
 @triton.jit(launch_metadata=launched)
-def multi_route_kernel(ids, offsets, order, place, M, G, parts, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+def multi_count_kernel(ids, counts, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+    """How many tokens of each block are whose, G for none: (blocks, G + 1)."""
+    mine, a = _keys(ids, block_on(0, BLOCK_T), M, G), block_on(1, BLOCK_G)
+    count = tl.sum((mine[:, None] == a[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + tl.program_id(0) * (G + 1) + a, count, mask=a <= G)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_route_kernel(
+    ids, counts, offsets, order, place, M, G, blocks, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """order: the tokens of the first adapter in their order, then those of the next. place: where each token is there.
     offsets: where each adapter ends."""
-    pid = tl.program_id(0)
-    i = tl.arange(0, BLOCK_T)
-    count = tl.zeros((BLOCK_T,), tl.int32)
-    if pid < parts:
-        t = pid * BLOCK_T + i
-        mine = _keys(ids, t, M, G)
-        for s0 in range(0, M, BLOCK_S):
-            s = s0 + tl.arange(0, BLOCK_S)
-            theirs = _keys(ids, s, M, G)
-            before = (theirs[None, :] < mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (s[None, :] < t[:, None]))
-            count += tl.sum(before.to(tl.int32), axis=1)
-        tl.store(order + count, t.to(tl.int64), mask=t < M)
-        tl.store(place + t, count.to(tl.int64), mask=t < M)
-    else:
-        a = (pid - parts) * BLOCK_T + i
-        for s0 in range(0, M, BLOCK_S):
-            theirs = _keys(ids, s0 + tl.arange(0, BLOCK_S), M, G)
-            count += tl.sum(((theirs[None, :] <= a[:, None]) & (theirs[None, :] < G)).to(tl.int32), axis=1)
-        tl.store(offsets + a, count, mask=a < G)
+    t = block_on(0, BLOCK_T)
+    mine, s = _keys(ids, t, M, G), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    at = tl.sum(((_keys(ids, s, M, G)[None, :] == mine[:, None]) & (s[None, :] < t[:, None])).to(tl.int32), axis=1)
+    ahead = tl.program_id(0) * 0
+    for a0 in range(0, G + 1, BLOCK_G):
+        a = a0 + tl.arange(0, BLOCK_G)
+        total, before = tl.zeros((BLOCK_G,), tl.int32), tl.zeros((BLOCK_G,), tl.int32)
+        for b0 in range(0, blocks, BLOCK_B):
+            b = b0 + tl.arange(0, BLOCK_B)
+            count = tl.load(counts + b[:, None] * (G + 1) + a[None, :], mask=(b < blocks)[:, None] & (a <= G)[None, :], other=0)
+            total += tl.sum(count, axis=0)
+            before += tl.sum(tl.where((b < tl.program_id(0))[:, None], count, 0), axis=0)
+        ends = ahead + tl.cumsum(total, axis=0)
+        at += tl.sum(tl.where(mine[:, None] == a[None, :], (ends - total + before)[None, :], 0), axis=1)
+        if tl.program_id(0) == 0:
+            tl.store(offsets + a, ends, mask=a < G)
+        ahead += tl.sum(total, axis=0)
+    tl.store(order + at, t.to(tl.int64), mask=t < M)
+    tl.store(place + t, at.to(tl.int64), mask=t < M)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_rows
-from fdora.triton.kernels.multi import bounds_of
+from fdora.triton.kernels.multi import bounds_of, place_of
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_wait
@@ -104,9 +104,11 @@ def keep_of_segments(seed, threshold, ids, t, k, offsets, M, G):
 
 @triton.jit(launch_metadata=launched)
 def multi_drop_kernel(
-    x, out, seed, offsets, ids, threshold, scale, M, G, K, stride_xm, stride_xk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x, out, seed, offsets, order, ids, threshold, scale, M, G, K, stride_xm, stride_xk,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK_K)
-    v = tl.load(addresses(Matrix(x, stride_xm, stride_xk), t, k), mask=within(t, k, M, K)).to(tl.float32)
+    at = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, t < M), k)
+    v = tl.load(at, mask=within(t, k, M, K)).to(tl.float32)
     v = tl.where(keep_of_segments(seed, threshold, ids, t, k, offsets, M, G), v * scale, 0.0)
     store(v, Matrix(out, K, None), t, k, M, K)

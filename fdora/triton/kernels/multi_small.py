@@ -5,99 +5,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.multi import bounds_of, rank_of, segment_of
+from fdora.triton.kernels.multi import adapter_of, adapters_of, g_of_adapter, rank_of
 from fdora.triton.kernels.product import products
 from fdora.triton.kernels.small import shrunk
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
+from fdora.triton.kernels.tile import Matrix, block_on, loaded, store, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _place(order, t, M):
-    """Where the token of this sorted position lies."""
-    return tl.load(order + t, mask=t < M, other=0) if order is not None else t.to(tl.int64)
+def _together(first, ids, offsets, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
+    """The adapter of this token, which of all tokens are its own, and whether this one is the first of them."""
+    a, t = adapter_of(first, ids, offsets, M, G, BLOCK_G), tl.arange(0, BLOCK_T)
+    mine = (adapters_of(t, ids, offsets, M, G, BLOCK_G) == a) & (t < M)
+    return a, mine, tl.min(tl.where(mine, t, M), axis=0) == first
 
 
 @triton.jit(launch_metadata=launched)
 def multi_shrink_kernel(
-    x, f, offsets, ranks, order, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
+    x, f, ids, offsets, ranks, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """Parts of x f_a. The program of the first token of a segment does all of it, BLOCK_T tokens at a time."""
+    """Parts of x f_a. The program of the first token of an adapter does all of them."""
     if PDL:
         gdc_launch_dependents()
-    a = segment_of(tl.program_id(0), offsets, G, BLOCK_G)
-    lo, hi = bounds_of(offsets, a, G, M)
+    a, mine, is_first = _together(tl.program_id(0), ids, offsets, M, G, BLOCK_T, BLOCK_G)
     rank = rank_of(ranks, a, G, R)
     x, own = Matrix(x, stride_xm, stride_xk), Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr)
     r, begin = block_on(1, BLOCK_R), tl.program_id(2) * span
     end = tl.where(tl.program_id(1) * BLOCK_R < rank, tl.minimum(begin + span, K), begin)
-    if (tl.program_id(0) == lo) & (a < G):
-        for t0 in range(lo, hi, BLOCK_T):
-            t = t0 + tl.arange(0, BLOCK_T)
-            # Not up to end, which is only known here and would make these loads as narrow as one number.
-            acc = shrunk(x, own, t, _place(order, t, M), r, begin, end, hi, K, rank, BLOCK_K)
-            at = part + (tl.program_id(2) * M + t)[:, None] * R + r[None, :]
-            tl.store(at, acc, mask=within(t, r, hi, R))
-
-
-@triton.jit
-def _g_of_adapter(m, c, a, n, G, N):
-    """g of adapter a at columns n; 1 behind the last one."""
-    ga = tl.full((n.shape[0],), 1.0, tl.float32)
-    if m is not None:  # noqa: SIM102  it must not be looked at
-        if a < G:
-            at = tl.cast(a, tl.int64) * N
-            ga = g_tile(m + at, c + at, n, N)
-    return ga
+    if is_first & (a < G):
+        t = tl.arange(0, BLOCK_T)
+        # Not up to end, which is only known here and would make these loads as narrow as one number.
+        acc = shrunk(x, own, tl.where(mine, t, M), r, begin, end, M, K, rank, BLOCK_K)
+        at = part + (tl.program_id(2) * M + t)[:, None] * R + r[None, :]
+        tl.store(at, acc, mask=mine[:, None] & (r < R)[None, :])
 
 
 @triton.jit(launch_metadata=launched)
 def multi_expand_kernel(
-    part, s, b, m, c, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
+    part, s, b, m, c, ids, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
     PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """h = s_a times the sum of the parts, h b_a and g of each token in float32, sorted; zeros and ones without an adapter."""
+    """h = s_a times the sum of the parts, h b_a and g of each token in float32; zeros and ones without an adapter."""
     if PDL:
         gdc_launch_dependents()
-    a = segment_of(tl.program_id(1), offsets, G, BLOCK_G)
-    lo, hi = bounds_of(offsets, a, G, M)
+    a, mine, is_first = _together(tl.program_id(1), ids, offsets, M, G, BLOCK_T, BLOCK_G)
     rank = rank_of(ranks, a, G, R)
     n, r = block_on(0, BLOCK_N), tl.arange(0, BLOCK_R)
     sa = tl.load(s + a, mask=a < G, other=0.0)
     if PDL:
         gdc_wait()
-    if tl.program_id(1) == lo:
-        ga = _g_of_adapter(m, c, a, n, G, N)
-        for t0 in range(lo, hi, BLOCK_T):
-            t = t0 + tl.arange(0, BLOCK_T)
-            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            for r0 in range(0, R, BLOCK_R):
-                here = within(t, r0 + r, hi, R)
-                at = t[:, None] * R + (r0 + r)[None, :]
-                sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-                for i in tl.static_range(PARTS):  # always in the same order
-                    sums += tl.load(part + i * M * R + at, mask=here & (r0 + r < rank)[None, :], other=0.0)
-                ht = (sa * sums).to(h.dtype.element_ty)
-                if tl.program_id(0) == 0:
-                    tl.store(h + at, ht, mask=here)
-                at_b = b + tl.cast(a, tl.int64) * stride_ba + (r0 + r)[:, None].to(tl.int64) * stride_br
-                near = ((r0 + r) // 8 * 8 < rank) & (r0 + r < R)  # by eights: loads as wide as they can be
-                bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
-                bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
-                acc = tl.dot(ht, bt.to(ht.dtype), acc)
-            at, mine = t[:, None].to(tl.int64) * N + n[None, :], within(t, n, hi, N)
-            tl.store(lora + at, acc, mask=mine)
-            if m is not None:
-                tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=mine)
+    if is_first:
+        ga, t = g_of_adapter(m, c, a, n, G, N), tl.arange(0, BLOCK_T)
+        acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        for r0 in range(0, R, BLOCK_R):
+            here = mine[:, None] & (r0 + r < R)[None, :]
+            at = t[:, None] * R + (r0 + r)[None, :]
+            sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+            for i in tl.static_range(PARTS):  # always in the same order
+                sums += tl.load(part + i * M * R + at, mask=here & (r0 + r < rank)[None, :], other=0.0)
+            ht = (sa * sums).to(h.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(h + at, ht, mask=here)
+            at_b = b + tl.cast(a, tl.int64) * stride_ba + (r0 + r)[:, None].to(tl.int64) * stride_br
+            near = ((r0 + r) // 8 * 8 < rank) & (r0 + r < R)  # by eights: loads as wide as they can be
+            bt = tl.load(at_b + n[None, :].to(tl.int64) * stride_bn, mask=near[:, None] & (n < N)[None, :], other=0.0)
+            bt = tl.where((r0 + r < rank)[:, None], bt, 0.0)
+            acc = tl.dot(ht, bt.to(ht.dtype), acc)
+        at, inside = t[:, None].to(tl.int64) * N + n[None, :], mine[:, None] & (n < N)[None, :]
+        tl.store(lora + at, acc, mask=inside)
+        if m is not None:
+            tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=inside)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_low_kernel(
-    x, f, s, b, m, c, offsets, ranks, order, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
+    x, f, s, b, m, c, ids, offsets, ranks, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     stride_ba, stride_br, stride_bn,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -109,10 +94,10 @@ def multi_low_kernel(
     if PDL:
         gdc_launch_dependents()
     t, r, k = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    a = segment_of(t, offsets, G, BLOCK_G)
+    a = adapter_of(t, ids, offsets, M, G, BLOCK_G)
     rank = rank_of(ranks, a, G, R)
     inside = r < rank
-    at_x = x + _place(order, t, M) * stride_xm
+    at_x = x + tl.cast(t, tl.int64) * stride_xm
     at_f = f + tl.cast(a, tl.int64) * stride_fa + r[:, None].to(tl.int64) * stride_fr
     sums = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in tl.range(0, tl.where(rank > 0, K, 0), BLOCK_K, num_stages=STAGES):
@@ -134,20 +119,19 @@ def multi_low_kernel(
         at = tl.cast(t, tl.int64) * N + n
         tl.store(lora + at, acc, mask=n < N, eviction_policy="evict_last")
         if m is not None:
-            tl.store(g + at, _g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
+            tl.store(g + at, g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
 
 
 @triton.jit(launch_metadata=launched)
 def multi_small_kernel(
-    x, w, lora, g, bias, order, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
+    x, w, lora, g, bias, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """One pass over W for all tokens; the term of low rank and g are there by then."""
     t, n = tl.arange(0, BLOCK_M), block_on(0, BLOCK_N)
-    place = _place(order, t, M)
     x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = products(acc, x, w, 0, tl.program_id(0) * BLOCK_N, M, N, K, BLOCK_K, None, place)
+    acc = products(acc, x, w, 0, tl.program_id(0) * BLOCK_N, M, N, K, BLOCK_K)
     if PDL:
         gdc_wait()
     acc += loaded(Matrix(lora, N, None), t, n, M, N)
@@ -157,4 +141,4 @@ def multi_small_kernel(
         acc = acc * loaded(Matrix(g, N, None), t, n, M, N)
     if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=within(t, n, M, N))
+    store(acc, Matrix(out, N, None), t, n, M, N)

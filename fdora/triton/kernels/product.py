@@ -10,12 +10,14 @@ import triton.language as tl
 from fdora.triton.kernels.g import g_of, g_tile
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
 from fdora.triton.runtime.cost import ANY_LENGTH, launched
+from fdora.triton.runtime.private import INTERPRETED
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
 # Defaults: Triton 3.6 makes no constexpr of a plain string.
 SCALE = tl.constexpr("scale")
 POINTER = tl.constexpr("pointer")
 TMA = tl.constexpr("tma")
+PTX = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -29,10 +31,10 @@ def tile_of_product(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
 
 
 @triton.jit
-def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None, place=None):
-    """acc + x w in the tile that begins at (row, col); x (M, K), w (K, N). ``place``: where rows of x lie, if not in order."""
+def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr = None):
+    """acc + x w in the tile that begins at (row, col); x (M, K), w (K, N)."""
     t, n, k = row + tl.arange(0, acc.shape[0]), col + tl.arange(0, acc.shape[1]), tl.arange(0, BLOCK_K)
-    at_x, at_w = addresses(x, t if place is None else place, k), addresses(w, k, n)
+    at_x, at_w = addresses(x, t, k), addresses(w, k, n)
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
         wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
@@ -54,18 +56,25 @@ def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def _by_segments(acc, g, segments, t, n, M, N):
-    """(G, N) g of each row's segment. ``segments`` = (ids of the rows, first and last of the tile, PTX)."""
-    ids, first, last, PTX = segments
+def _g_of_rows(g, ids, t, n, M, N, STORE: tl.constexpr):
+    """(G, N) g of the adapter of each row t."""
+    a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
+    at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
+    if PTX and STORE != "pointer":  # a load would want the product in a layout of its own, by shared memory that is full
+        found = tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
+    else:
+        found = tl.load(at)
+    return found
+
+
+@triton.jit
+def by_segments(acc, g, segments, t, n, M, N, STORE: tl.constexpr = POINTER):
+    """(G, N) g of each row's segment. ``segments`` = (ids of the rows, first and last of the tile)."""
+    ids, first, last = segments
     if ids is None or first == last:
         acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
     else:
-        a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
-        at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
-        if PTX:  # as a load it would want the product in a layout of its own, through shared memory that is full
-            acc = acc * tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
-        else:
-            acc = acc * tl.load(at)
+        acc = acc * _g_of_rows(g, ids, t, n, M, N, STORE)
     return acc
 
 
@@ -95,7 +104,8 @@ def finish(
     """The tile of a result that begins at (row, col): to ``pre_scale`` as it is, and to ``out`` with g, bias and residual.
 
     EPILOGUE   "scale" by g = m / c, where m is there; "normed": c is a pair, where the norms go and their squares;
-               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in _by_segments
+               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in by_segments;
+               "table": m is g of each adapter, c has the adapter of each row
     STORE      "pointer" | "tma": out, pre_scale and residual are tensor descriptors | "rows": out and pre_scale are pairs of a
                descriptor and a pointer, by which a tile is written that ends behind row M, where others begin
     ACROSS     1: acc is (columns, rows)
@@ -108,7 +118,9 @@ def finish(
         _write(pre_scale, acc, row, col, at, mask, M, N, STORE)
     if m is not None:
         if EPILOGUE == "segments":
-            acc = _by_segments(acc, m, c, t, n, M, N)
+            acc = by_segments(acc, m, c, t, n, M, N, STORE)
+        elif EPILOGUE == "table":
+            acc = acc * _g_of_rows(m, c, t, n, M, N, STORE)
         elif EPILOGUE == "rows":
             acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
         else:
@@ -132,7 +144,7 @@ def finish(
 @triton.jit(**ANY_LENGTH)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+    EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     """(M, N) base, (M, R) h, (R, N) b -> g (base + h b) + bias. ``out`` or ``pre_scale`` may be ``base``."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -141,7 +153,7 @@ def rest_kernel(
     there = tl.load(base + at, mask=within(t, n, M, N), other=0.0)  # on its way while the product runs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N)
+    finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
 
 
 @triton.jit(launch_metadata=launched)

@@ -12,9 +12,9 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def shrunk(x, f, t, place, r, begin, end, M, K, R, BLOCK_K: tl.constexpr):
-    """x f at tokens t, which lie at ``place``, and columns r: the terms from ``begin`` to ``end``."""
-    at_x, at_f = x.p + place[:, None].to(tl.int64) * x.row, f.p + r[None, :].to(tl.int64) * f.col
+def shrunk(x, f, t, r, begin, end, M, K, R, BLOCK_K: tl.constexpr):
+    """x f at tokens t and columns r: the terms from ``begin`` to ``end``."""
+    at_x, at_f = x.p + t[:, None].to(tl.int64) * x.row, f.p + r[None, :].to(tl.int64) * f.col
     acc = tl.zeros((t.shape[0], r.shape[0]), tl.float32)
     for k0 in range(begin, end, BLOCK_K):
         k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -34,7 +34,7 @@ def shrink_kernel(
     t, r = tl.arange(0, BLOCK_M), block_on(0, BLOCK_R)
     begin = tl.program_id(1) * span
     end = min(begin + span, K)
-    acc = shrunk(Matrix(x, stride_xm, stride_xk), Matrix(a, stride_ak, stride_ar), t, t, r, begin, end, M, end, R, BLOCK_K)
+    acc = shrunk(Matrix(x, stride_xm, stride_xk), Matrix(a, stride_ak, stride_ar), t, r, begin, end, M, end, R, BLOCK_K)
     at = part + (tl.program_id(1) * M + t)[:, None] * R + r[None, :]
     tl.store(at, acc, mask=within(t, r, M, R))
 

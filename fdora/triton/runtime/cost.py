@@ -144,6 +144,7 @@ COSTS = {
     "hash_kernel": Work("A B out"),
     "lost_kernel": Work("m c"),  # of lost rows there are few, if any
     "merge_kernel": Work("W A B out", low_rank),
+    "multi_count_kernel": Work("ids counts"),
     "multi_drop_kernel": Work("x out"),
     "multi_epilogue_kernel": Work("v h b out pre_scale g", lambda a: product(a.M, a.N, a.R, a.h)),
     "multi_expand_kernel": Work("part b m c h lora g", lambda a: product(a.M, a.N, a.R, a.h)),
@@ -156,7 +157,7 @@ COSTS = {
     "multi_norm_kernel": BANK_NORM,
     "multi_ranks_kernel": Work("", lambda a: Cost(bytes=4.0 * a.ranks.shape[0])),
     "multi_root_kernel": Work("partial c"),
-    "multi_route_kernel": Work("ids offsets order place"),
+    "multi_route_kernel": Work("ids counts offsets order place"),
     "multi_routes_kernel": Work("ids g"),
     "multi_scale_kernel": Work(
         "dy saved h g dz partial_m partial_bias partial_B", lambda a: product(a.M, a.N, a.R if a.BLOCK_R else 0, a.dy)
@@ -164,6 +165,7 @@ COSTS = {
     "multi_shrink_kernel": Work("x f part", lambda a: product(a.M, a.R, a.K, a.x)),
     "multi_small_kernel": Work("x w lora g out pre_scale", lambda a: product(a.M, a.N, a.K, a.x)),
     "multi_sum_kernel": Work("partial out"),
+    "multi_table_kernel": Work("wide b h masked owner clean g"),
     "norm_add_kernel": Work(
         "parts_A parts_B gram_A gram_B A B onto_A onto_B dA dB",
         lambda a: product(a.R, given(a.parts_A) * a.K + given(a.parts_B) * a.N, a.R, a.A),

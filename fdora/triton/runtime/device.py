@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -11,9 +10,9 @@ import torch
 
 from fdora._recording import active
 from fdora.triton.runtime.private import HAS_PDL
+from fdora.triton.runtime.private import INTERPRETED as INTERPRETED
 
 T = TypeVar("T")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Device(NamedTuple):

@@ -26,6 +26,7 @@ except ImportError:
     HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
 
 _knobs = triton.knobs.runtime
+INTERPRETED = bool(_knobs.interpret)
 # Options of every kernel: a multiplication and an addition are one instruction. Triton 3.10 changes the default.
 OPTIONS = {"enable_fp_fusion": True}
 # dtype -> CUtensorMapDataType, cudaDataType_t

@@ -36,7 +36,8 @@ WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
 
 class Ask(NamedTuple):
     """A product (M, K) (K, N) with (M, r) (r, N) beside it, and a GPU. ``trans_b``: the columns of W are contiguous (forward).
-    ``extra``: one more tile is read or written at the end. ``tma``: all operands lie as TMA wants them."""
+    ``extra``: one more tile is read or written at the end. ``tma``: all operands lie as TMA wants them.
+    ``table``: g differs from row to row."""
 
     M: int
     N: int
@@ -47,6 +48,7 @@ class Ask(NamedTuple):
     tma: bool
     capability: int
     num_sms: int
+    table: bool = False
 
 
 class Way(NamedTuple):
@@ -76,7 +78,7 @@ def bank_config(of: Ask, adapters: int) -> GemmConfig:
     """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of
     32 adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03
     and 1.04."""
-    return _fused(of, most=128 if SHORT * adapters > of.M else 256)[0]
+    return _fused(of._replace(table=True), most=128 if SHORT * adapters > of.M else 256)[0]
 
 
 @lru_cache(4096)
@@ -87,10 +89,10 @@ def grouped_config(of: Ask, groups: int) -> GemmConfig:
     return _fused(of._replace(extra=True), groups)[0]
 
 
-def _fused(of: Ask, groups: int = 0, most: int = 0) -> tuple[GemmConfig, float]:
-    M, N, K, r, trans_b, extra, tma, capability, num_sms = of
+def _fused(of: Ask, groups: int = 0, most: int = 256) -> tuple[GemmConfig, float]:
+    M, N, K, r, trans_b, extra, tma, capability, num_sms, table = of
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
-    if most:
+    if table:
         found = {c: fit for c, fit in found.items() if most >= c.BLOCK_M and not _fills_registers(c)}
     if groups and not trans_b:  # what a tile reads of the next matrix must not be summed up: 0 times a NaN is one
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
