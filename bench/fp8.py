@@ -9,7 +9,7 @@ they say what it costs. The ways:
 
     linear      x W^T of a dense bf16 W
     lora        LoRA as PEFT has it, on a dense bf16 W
-    scaled_mm   torch's own product of codes with scales of rows, x quantised already (where scales are those of rows), sums fast
+    scaled_mm   torch's own fast product of codes with scales of rows, x quantised already (where scales are those of rows)
     dense       dora_linear on the dense bf16 W
     decoded     dora_linear on the codes: decoded in the plan, products in bf16
     fp8         the same with compute="fp8": x quantised in the plan, products of codes

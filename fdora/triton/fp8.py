@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options, Saved
 from fdora.quant import Codes8
-from fdora.triton.codes import Coded, groups_of, packed
+from fdora.triton.codes import Coded, groups_of, has_ptx, packed
 from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import Epilogue, Operand, Scales, by_tma, gemm
@@ -83,7 +83,14 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     M, K = x.shape
     out = plan.temp((M, K), E4M3)
     scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
-    args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
+    args = {
+        "x": x,
+        "out": out.words((M, K), (K, 1), torch.uint8),
+        "scale": scale,
+        "M": M,
+        "K": K,
+        "PTX": has_ptx(plan.device.capability),
+    }
     if blocks:
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
@@ -92,8 +99,8 @@ def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
     return out, scale
 
 
-def _form(mode: str, block: Sequence[int]) -> Codes8:
-    return Codes8("e4m3", mode, tuple(block), 1.0)
+def _form(mode: str, block: tuple[int, int]) -> Codes8:
+    return Codes8("e4m3", mode, block, 1.0)
 
 
 def _forms(x: Any, la: Any, save: str) -> list[Any]:
@@ -107,5 +114,5 @@ fp8_linear, _fp8_linear = planned(
     "fp8_linear",
     "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
     plan_fp8_linear,
-    lambda x, operands, s, save, *_: _forms(x, Operands(Coded(operands[0].shape, _form("row", ())), *operands[2:]), save),
+    lambda x, operands, s, save, *_: _forms(x, Operands(Coded(operands[0].shape, _form("row", (0, 0))), *operands[2:]), save),
 )
