@@ -1,4 +1,5 @@
-"""The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute.
+"""The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute
+(of few tokens, and of shapes that they do not take, they round nothing).
 
     x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
