@@ -8,7 +8,8 @@ medians. The errors are those of y against float64 of some tokens, with the weig
 they say what it costs. The ways:
 
     linear      x W^T of a dense bf16 W
-    scaled_mm   torch's own product of codes with scales of rows, x quantised already (where scales are those of rows)
+    lora        LoRA as PEFT has it, on a dense bf16 W
+    scaled_mm   torch's own fast product of codes with scales of rows, x quantised already (where scales are those of rows)
     dense       dora_linear on the dense bf16 W
     decoded     dora_linear on the codes: decoded in the plan, products in bf16
     fp8         the same with compute="fp8": x quantised in the plan, products of codes
@@ -42,7 +43,7 @@ def scaled_mm(x: torch.Tensor, W: QuantWeight) -> torch.Tensor:
     x8 = (x.float() / by_row).to(E4M3)
     assert codes is not None and scales is not None
     return partial(
-        torch._scaled_mm, x8, codes.T, scale_a=by_row, scale_b=scales.reshape(1, -1), out_dtype=BF16, use_fast_accum=False
+        torch._scaled_mm, x8, codes.T, scale_a=by_row, scale_b=scales.reshape(1, -1), out_dtype=BF16, use_fast_accum=True
     )
 
 
@@ -54,6 +55,7 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
     c = dora_norm(W, A, B, s=S)
     fns = {
         "linear": partial(F.linear, x, dense),
+        "lora": lambda: F.linear(x, dense) + F.linear(F.linear(x, A), B) * S,
         "dense": partial(dora_linear, x, dense, A, B, m, s=S, norm=c),
         "decoded": partial(dora_linear, x, W, A, B, m, s=S, norm=c),
         "fp8": partial(dora_linear, x, W, A, B, m, s=S, norm=c, compute="fp8"),
@@ -64,7 +66,7 @@ def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespa
     exact = truths(i, W.dequantize(torch.float64))
     with torch.no_grad():
         for name, y in failed.attempt(fns, lambda name: fns[name]()).items():
-            want = exact["frozen" if name in ("linear", "scaled_mm") else "dora"]
+            want = exact[{"linear": "frozen", "scaled_mm": "frozen", "lora": "lora"}.get(name, "dora")]
             error[name] = float(f"{want.errors({'y': y})['y']:.2e}")
         ms = medians_of({name: fns[name] for name in error}, options.device, options.runs, failed)
     row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "ms": ms}

@@ -1,6 +1,7 @@
-"""The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute.
+"""The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute
+(of few tokens, and of shapes that they do not take, they round nothing).
 
-    x ~ q(x) = code * a      code = e4m3(x / a), a = max |x| / 448 of a token, or of 128 columns of a token
+    x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
     y = g (base + s (x A^T) B^T) + bias
 
@@ -41,7 +42,7 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(2) if K else wide.new_zeros((M, 1))
     # By a tensor: by a number a GPU multiplies with its reciprocal, and the kernel divides.
     scale = torch.where(largest > 0, largest / torch.full_like(largest, LARGEST), 1.0)
-    codes = (wide / scale[:, :, None]).to(torch.float8_e4m3fn)
+    codes = (wide * (1 / scale)[:, :, None]).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :K], scale
 
 

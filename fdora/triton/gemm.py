@@ -30,6 +30,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Tile
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
+from fdora.triton.tiles.fp8 import RANKS
 from fdora.triton.tiles.product import Ask, fused_config
 
 
@@ -59,7 +60,18 @@ class Operand(NamedTuple):
     trans: bool
 
 
-NO_EPILOGUE, UNMASKED = Epilogue(), Masked()
+class Scales(NamedTuple):
+    """Of an x and a W of e4m3 codes, as the kernel names them: of W one for BN rows and BK columns, of x one for 128 columns of
+    a token. BK is 0 where both have one for all columns."""
+
+    x_scale: Array | None = None
+    w_scale: Array | None = None
+    groups: int = 1  # of BK columns
+    BN: int = 1
+    BK: int = 0
+
+
+NO_EPILOGUE, UNMASKED, UNSCALED = Epilogue(), Masked(), Scales()
 SHARE = 1 << 28  # multiplications that a program takes at least, 90 us: what begins and ends one costs 5
 ROUNDS = 4  # of programs on each multiprocessor, at most, where they are no shorter than that
 
@@ -74,10 +86,12 @@ def gemm(
     masked: Masked = UNMASKED,
     pre_scale: Array | None = None,
     config: GemmConfig | None = None,
+    scales: Scales = UNSCALED,
 ) -> None:
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
-    ``config`` overrides the choice, for the command that measures tiles.
+    ``config`` overrides the choice, for the command that measures tiles. x and W may be codes with ``scales``, with a tile by
+    TMA.
     """
     (M, K), N, r = x.shape, out.shape[1], h.shape[1]
     if out.numel == 0:
@@ -95,12 +109,15 @@ def gemm(
         bm, bn = config.BLOCK_M, config.BLOCK_N
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = programs_of(count, bm * bn * K, on.num_sms) if config.persistent else count
-        left = {"x": x, "x_masked": x_masked, "h": _fit(plan, h)}
+        slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(r)))
+        one = scales is not UNSCALED and r <= RANKS
+        flatten = config.persistent and masked.seed is None and (scales is UNSCALED or one)
         w, b = (w.T, b.T) if trans_b else (w, b)
         ends = {"out": out, "pre_scale": pre_scale, "residual": epilogue.residual}
-        tiles = tiled(config, trans_b, left, {"w": w, "b": _fit(plan, b)}, ends)
-        given |= {"PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": config.persistent and masked.seed is None}
-        plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config)
+        tiles = tiled(config, trans_b, {"x": x, "x_masked": x_masked}, {"w": w}, ends)
+        tiles |= tiled(slab, trans_b, {"h": _fit(plan, h)}, {"b": _fit(plan, b)}, {})
+        given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": flatten, "ONE_SLAB": one}
+        plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config, scales)
         return
     if x_masked is not None and x_masked.stride != x.stride:
         x, x_masked = stacked(plan, [x], x.dtype), stacked(plan, [x_masked], x.dtype)

@@ -37,7 +37,7 @@ def rounded(x, columns):
         part = x[..., begin : begin + columns].double()
         a = part.abs().amax(-1, keepdim=True).float() / 448
         a = torch.where(a > 0, a, 1.0)
-        v = (part.float() / a).double()
+        v = (part.float() * (1 / a)).double()
         step = torch.exp2(v.abs().clamp_min(2.0**-6).log2().floor() - 3)
         parts.append((v / step).round() * step * a.double())
     return torch.cat(parts, -1)

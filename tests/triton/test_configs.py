@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.triton.tiles import measured, waves
 from fdora.triton.tiles.configs import SMALL, long_strip, nearest, rest_config, scale_config, small_config
 from fdora.triton.tiles.few import takes_narrow_tiles
+from fdora.triton.tiles.fp8 import fp8_config
 from fdora.triton.tiles.product import CUBLAS, FUSED, PASSES, POINTERS, Ask, fused_config, product_way, tiles
 from fdora.triton.tiles.waves import Tile, cublas_us, fused_us, gpu_of, pass_us
 
@@ -168,3 +169,17 @@ def test_narrow_tiles_end_at_64_tokens_and_where_columns_are_few():
         assert takes_narrow_tiles(4, *sizes, 8, True, True, 90, 132)
     for capability, sms in ((80, 108), (86, 82), (89, 128), (100, 148), (120, 170)):
         assert takes_narrow_tiles(8, 4096, 4096, 16, True, True, capability, sms)
+
+
+def test_products_of_codes_where_there_is_a_tile():
+    """Not of few tokens, nor on Hopper of what TMA does not take, nor of a tile with two scales of W in a step."""
+    for M, capability, tma, (rows, columns) in itertools.product((1, 64, 65, 4096), (89, 90, 100, 120), (True, False), BLOCKS):
+        config = fp8_config(Ask(M, 4096, 14336, 64, True, False, tma, capability, 132), rows, columns)
+        on_tma = 90 <= capability < 120
+        assert (config is None) == (M <= 64 or (on_tma and (not tma or rows == 64)))
+        assert config is None or (config.tma == on_tma and (not (columns and on_tma) or rows % config.BLOCK_N == 0))
+    large = fp8_config(Ask(4096, 4096, 4096, 64, True, False, True, 90, 132), 1, 0)
+    assert large is not None and large.BLOCK_N == 256
+
+
+BLOCKS = ((1, 0), (1 << 30, 0), (128, 128), (256, 384), (64, 256))  # rows and columns of W under one scale, 0 for all

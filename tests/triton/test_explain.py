@@ -372,17 +372,17 @@ def test_decoding_by_plain_torch_is_a_step_without_a_plan():
 
 
 def test_products_of_8_bits():
-    x, W, A, B, m = meta(64, 128)
-    W = quantize(torch.randn(64, 128, dtype=torch.bfloat16), "fp8", block=(64, 128)).to("meta")
+    x, W, A, B, m = meta(128, 64)
+    W = quantize(torch.randn(128, 64, dtype=torch.bfloat16), "fp8", block=(128, 128)).to("meta")
     said = explain(F.dora_linear, x, W, A, B, m, s=2.0, compute="fp8", gpu="h200")
     norm, forward, _ = said.plans
     assert norm.name == "dora_norm of codes" and [row.what for row in forward.steps][-2:] == [
         "fp8_blocks_kernel",
-        "fp8_gemm_kernel",
+        "gemm_tma_kernel",
     ]
     product = forward.steps[-1]
-    assert product.flops == 2 * 4096 * 64 * (128 + 16)
-    assert product.seconds == pytest.approx(max(2 * 4096 * 64 * (128 / 2 + 16) / 989e12, product.bytes / 4.80e12))
+    assert product.flops == 2 * 4096 * 128 * (64 + 16)
+    assert product.seconds == pytest.approx(max(2 * 4096 * 128 * (64 / 2 + 16) / 989e12, product.bytes / 4.80e12))
     with pytest.raises(FdoraError, match="`compute` must be None on this GPU"):
         explain(F.dora_linear, x, W, A, B, m, s=2.0, compute="fp8", gpu="a100")
 

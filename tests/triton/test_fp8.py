@@ -7,12 +7,15 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
 from fdora.functional import dora_linear
-from fdora.triton.fp8 import _quantised, plan_fp8_linear
+from fdora.triton import fp8
+from fdora.triton.fp8 import _quantised
+from fdora.triton.tiles.few import LIMIT
+from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
 from tests.functional.test_fp8 import S, layer, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
-from tests.triton.test_compile import SHARED, assert_fits, build
+from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
 from tests.triton.written import BF16, FP32, alike, launches, results_of
 
@@ -48,18 +51,30 @@ def test_the_same_codes(M, K, dtype, blocks):
     assert len(codes.view(torch.uint8).unique()) > 100
 
 
+@pytest.fixture(params=["tma", "pointers"])
+def by(request, as_hopper, monkeypatch):
+    """How tiles come: on a CPU as on an sm_90, whose kernels are interpreted; or as on a GPU without TMA."""
+    if request.param == "pointers":
+        monkeypatch.setattr(fp8, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
+    elif device.NAME == "cpu":
+        as_hopper()
+    return request.param
+
+
 @needs_kernels
 @pytest.mark.parametrize("kind", ["tensor", "row", "block", "tall block"])
-@pytest.mark.parametrize("M, bias", [(5, True), (130, False)])
-def test_the_same_layer(kind, M, bias):
-    t = layer(kind, N=150, K=300, r=20, dtype=HALF)
-    x = x_of(M, dtype=HALF)
-    b = torch.randn(150, device=device.NAME, dtype=HALF).requires_grad_() if bias else None
-    dy = torch.randn(M, 150, device=device.NAME, dtype=HALF)
+@pytest.mark.parametrize("M, N, K, r", [(5, 152, 304, 20), (130, 152, 304, 20), (300, 264, 400, 80)])
+def test_the_same_layer(kind, M, N, K, r, by):
+    """Few tokens are multiplied by the decoded W, and on sm_90 those by a W of blocks that no tile has to itself."""
+    t = layer(kind, N, K, r, dtype=HALF)
+    x, bias = x_of(M, K=K, dtype=HALF), N > 152
+    b = torch.randn(N, device=device.NAME, dtype=HALF).requires_grad_() if bias else None
+    dy = torch.randn(M, N, device=device.NAME, dtype=HALF)
     leaves = [x, *t[1:], *([b] if bias else [])]
+    want_fp8 = None if M <= LIMIT or (by == "tma" and kind == "tall block") else "fp8"
     results = []
-    for backend in ("triton", "eager"):
-        y = dora_linear(x, *t, s=S, bias=b, compute="fp8", backend=backend)
+    for backend, compute in (("triton", "fp8"), ("eager", want_fp8)):
+        y = dora_linear(x, *t, s=S, bias=b, compute=compute, backend=backend)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
@@ -70,7 +85,7 @@ def test_the_same_layer(kind, M, bias):
 @needs_kernels
 def test_strides_dropout_and_compiled_code():
     t = layer("block", dtype=HALF)
-    x = x_of(3, 4, K=600, dtype=HALF).detach()[..., ::2]
+    x = x_of(10, 8, K=600, dtype=HALF).detach()[..., ::2]
     for options in ({}, {"dropout_p": 0.4, "seed": 5}):
         y, want = (dora_linear(x, *t, s=S, compute="fp8", backend=b, **options) for b in ("triton", "eager"))
         assert rel_l2(y.detach(), want.detach()) < 2e-3
@@ -87,34 +102,34 @@ def test_strides_dropout_and_compiled_code():
         assert rel_l2(got, want) < 1e-3
 
 
-SHAPES = [  # tokens, N, K, scales, their blocks
-    (4096, 4096, 4096, "block", (128, 128)),
-    (8, 4096, 4096, "block", (128, 128)),
-    (300, 137, 75, "tensor", (0, 0)),
+SHAPES = [  # tokens, N, K, r, scales, their blocks
+    (4096, 4096, 4096, 16, "row", (0, 0)),
+    (4096, 4096, 4096, 384, "row", (0, 0)),
+    (4096, 4096, 4096, 64, "block", (128, 128)),
+    (300, 137, 75, 16, "tensor", (0, 0)),
 ]
 
 
 @pytest.mark.skipif("INTERPRETED", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET")
 @pytest.mark.parametrize("target", [89, 90, 100, 120])
-def test_it_compiles(target, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_compiles(target, shape, tmp_path, monkeypatch):
+    """By every tile that there is: nothing spills, and codes are multiplied as such."""
     monkeypatch.setitem(SHARED, 89, SHARED[120])
-    for M, N, K, mode, block in SHAPES:
-        scales = alike({"row": N, "tensor": 1}.get(mode, (N // 128) * (K // 128)), dtype=FP32)
-        codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
-        likes = [
-            alike(M, K, dtype=BF16),
-            codes,
-            scales,
-            alike(16, K, dtype=BF16),
-            alike(N, 16, dtype=BF16),
-            vector,
-            vector,
-            vector,
-        ]
-        plan = plan_fp8_linear([*likes, None], gpu(target), "pre_scale", 0.0, mode, block)
-        for step in launches(plan, "fp8"):
-            made = build(step, target)
-            assert_fits(made, target, tmp_path)
-            if step.kernel.__name__ == "fp8_gemm_kernel" and M > 16:  # of fewer tokens Triton makes halves on some GPUs
-                ptx = made.asm["ptx"]
-                assert ("f32.e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx  # none of halves
+    M, N, K, r, mode, block = shape
+    scales = alike({"row": N, "tensor": 1}.get(mode, (N // 128) * (K // 128)), dtype=FP32)
+    codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
+    likes = [alike(M, K, dtype=BF16), codes, scales, alike(r, K, dtype=BF16), alike(N, r, dtype=BF16), *[vector] * 3, None]
+    by_tma, found = 90 <= target < 120, {}
+    choose = fp8.fp8_config
+    for config in tiles(r, mode == "block", target) if by_tma else [None]:
+        monkeypatch.setattr(fp8, "fp8_config", lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to)))
+        plan = fp8.plan_fp8_linear(likes, gpu(target), "pre_scale", 0.0, mode, block)
+        found |= {kind(step): step for name in ("fp8", "gemm_tma") for step in launches(plan, name)}
+    for step in found.values():
+        made = build(step, target)
+        assert_fits(made, target, tmp_path)
+        if step.kernel.__name__ in ("fp8_gemm_kernel", "gemm_tma_kernel") and N > 137:
+            ptx = made.asm["ptx"]
+            assert ("f32.e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx  # none of halves
+            assert ("cp.async.bulk.tensor" in ptx) == by_tma

@@ -53,19 +53,59 @@ def _slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl
     return acc
 
 
+@triton.jit
+def _scaled_codes(
+    x, w, x_scale, w_scale, row, col, M, N, K, groups,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """x w^T of e4m3 codes, times their scales. Where each BLOCK_K columns of x have their own, the sum is kept in units of the
+    scale of the next: beside a second sum registers would hold half a tile, and no second program."""
+    t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if BK:
+        at_w = w_scale + (col // BN).to(tl.int64) * groups
+        scale = _scale_of(x_scale, at_w, t, t < M)
+        for k0 in range(0, K, BLOCK_K):
+            after = tl.minimum(k0 + BLOCK_K, (K - 1) // BLOCK_K * BLOCK_K)
+            following = _scale_of(x_scale + after // BLOCK_K * M, at_w + after // BK, t, t < M)  # on its way meanwhile
+            acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc) * (scale / following)[:, None]
+            scale = following
+        acc *= scale[:, None]
+    else:
+        for k0 in range(0, K, BLOCK_K):
+            acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc)
+        acc *= tl.load(x_scale + t, mask=t < M, other=0.0)[:, None]
+        acc *= tl.load(w_scale + n // BN, mask=n < N, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def _scale_of(by_t, by_n, t, mask):
+    """Never 0: sums are divided by it."""
+    return tl.maximum(tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n), 1e-30)
+
+
 @triton.jit(**ANY_LENGTH)
 def gemm_tma_kernel(
-    x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R, PROGRAMS,
-    TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, GROUP_M: tl.constexpr,
+    x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale,
+    M, N, K, R, groups, PROGRAMS,
+    BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, ONE_SLAB: tl.constexpr, GROUP_M: tl.constexpr,
 ):
-    steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_K)
+    steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_R)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         if EPILOGUE != "accumulate":  # rows that TMA fills up are slow: the last tile begins earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
-        if seed is not None:
+        if x_scale is not None:
+            acc = _scaled_codes(x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K)
+            if ONE_SLAB:
+                acc = tl.dot(h.load([row, 0]), b.load([col, 0]).T, acc)
+            else:
+                acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
+        elif seed is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
             if x_masked is not None:

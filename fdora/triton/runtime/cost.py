@@ -96,7 +96,7 @@ class Work(NamedTuple):
 
 GEMM = Work(
     "x x_masked w h b out pre_scale residual",
-    lambda a: product(a.M, a.N, (a.K if a.x_masked is None else 2 * a.K) + a.R, a.x),
+    lambda a: product(a.M, a.N, a.K if a.x_masked is None else 2 * a.K, a.x) + product(a.M, a.N, a.R, a.h),
 )
 MULTI_GEMM = Work("x w h b out pre_scale g", lambda a: product(a.M, a.N, a.K + a.R, a.x))
 QUANT = Work("codes scales scales2 A B partial dense", low_rank)

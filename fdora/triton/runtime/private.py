@@ -30,7 +30,7 @@ INTERPRETED = bool(_knobs.interpret)
 # Options of every kernel: a multiplication and an addition are one instruction. Triton 3.10 changes the default.
 OPTIONS = {"enable_fp_fusion": True}
 # dtype -> CUtensorMapDataType, cudaDataType_t
-TENSOR_MAP_TYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+TENSOR_MAP_TYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 CUDA_TYPE = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 COMPUTE_32F = 68
 MAX_SHARED = 232_448  # above it a launch needs an attribute that only newer drivers know

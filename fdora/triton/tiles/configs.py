@@ -243,26 +243,6 @@ def nearest(table: dict[tuple, T], shape: tuple[int, ...]) -> T:
     return min(table.items(), key=distance)[1]
 
 
-class Fp8Config(NamedTuple):
-    """Tile of the product of 8-bit codes."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
-
-
-def fp8_config(M: int, N: int, K: int, capability: int) -> Fp8Config:
-    """Not measured on a GPU: these fit and do not spill. BLOCK_K is the run of columns whose sums float32 adds up."""
-    wide = 90 <= capability < 120  # 228 KB of shared memory; elsewhere 100, and both sums in registers
-    if M <= 16:
-        return Fp8Config(16, 64, 128, 4, 5 if wide else 4)
-    if M <= 64 or N % 16 or K % 16:  # the latter: an address for each element, in registers
-        return Fp8Config(32 if M <= 32 else 64, 64, 128, 8, 4 if wide else 3)
-    return Fp8Config(128, 128, 128, 8, 4) if wide else Fp8Config(64, 128, 128, 8, 3)
-
-
 def merge_config(
     r: int, half: bool, capability: int, aligned: bool = False, half_weight: bool = True, plain: bool = True
 ) -> NormConfig:
