@@ -51,7 +51,6 @@ class HConfig(NamedTuple):
     BLOCK_K: int
     num_warps: int
     num_stages: int
-    SLICES: int = 1
 
 
 def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
@@ -61,7 +60,7 @@ def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: 
     that has the better of it. Experts were not timed."""
     programs = 4 * (cdiv(M, 64) + G) * cdiv(R, 32)
     if half and 90 <= device.capability < 120 and programs <= 2 * device.num_sms and not experts:
-        return HConfig(16, min(32, power_of_two(R)), 512, 4, 3, 4)
+        return HConfig(16, min(32, power_of_two(R)), 512, 4, 3)
     if R <= 32:
         return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
     if not half:

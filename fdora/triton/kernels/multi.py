@@ -219,31 +219,12 @@ def multi_routes_kernel(
         tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
 
 
-@triton.jit
-def _by_slices(
-    x, f, place, r, mine, near, end, K, stride_xm, stride_xk, stride_fk, stride_fr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """x f where rows are so few that a step's products would wait for each other: warps have slices of it."""
-    PART: tl.constexpr = BLOCK_K // SLICES
-    k = tl.reshape(tl.arange(0, BLOCK_K), (SLICES, PART))
-    at_x = x + place.to(tl.int64)[None, :, None] * stride_xm + k[:, None, :] * stride_xk
-    at_f = f + k[:, :, None].to(tl.int64) * stride_fk + r[None, None, :] * stride_fr
-    acc = tl.zeros((SLICES, mine.shape[0], r.shape[0]), tl.float32)
-    for k0 in range(0, end, BLOCK_K):
-        xt = tl.load(at_x, mask=mine[None, :, None] & (k < K - k0)[:, None, :], other=0.0)
-        ft = tl.load(at_f, mask=(k < K - k0)[:, :, None] & near[None, None, :], other=0.0)
-        acc = tl.dot(xt, ft.to(xt.dtype), acc)
-        at_x += BLOCK_K * stride_xk
-        at_f += BLOCK_K * stride_fk
-    return tl.sum(acc, axis=0)
-
-
 @triton.jit(launch_metadata=launched)
 def multi_h_kernel(
     x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
-    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
@@ -256,29 +237,24 @@ def multi_h_kernel(
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     if lo < hi:
         t = tile * TILE + part + tl.arange(0, BLOCK_M)
-        r = first_r + tl.arange(0, BLOCK_R)
+        r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
         mine = (t >= lo) & (t < hi)
         rank = rank_of(ranks, a, G, R)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
         some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
-        own, place = f + tl.cast(a, tl.int64) * stride_fa, place_of(order, t, mine)
+        at_x = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, mine), k)
+        at_f = addresses(Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr), k, r)
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.
         near = (r // 8 * 8 < rank) & (r < R)
+        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         end = tl.where(some, K, 0)
-        if SLICES > 1:
-            acc = _by_slices(x, own, place, r, mine, near, end, K, stride_xm, stride_xk, stride_fk, stride_fr, SLICES, BLOCK_K)
-        else:
-            k = tl.arange(0, BLOCK_K)
-            at_x = addresses(Matrix(x, stride_xm, stride_xk), place, k)
-            at_f = addresses(Matrix(own, stride_fk, stride_fr), k, r)
-            acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for k0 in range(0, end, BLOCK_K):
-                xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
-                ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
-                acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
-                at_x += BLOCK_K * stride_xk
-                at_f += BLOCK_K * stride_fk
+        for k0 in range(0, end, BLOCK_K):
+            xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
+            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
+            acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
+            at_x += BLOCK_K * stride_xk
+            at_f += BLOCK_K * stride_fk
         known = mine[:, None] & (r < rank)[None, :]
         out = tl.where(known, acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
         mask = mine[:, None] & (r < R)[None, :]
