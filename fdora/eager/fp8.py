@@ -1,7 +1,7 @@
 """The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute
 (of few tokens, and of shapes that they do not take, they round nothing).
 
-    x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token
+    x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token, at least 2^-126
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
     y = g (base + s (x A^T) B^T) + bias
 
@@ -41,7 +41,8 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(x.float(), (0, -K % columns)).unflatten(1, (-1, columns)) if K else x.float()[:, None]
     largest = wide.abs().amax(2) if K else wide.new_zeros((M, 1))
     # By a tensor: by a number a GPU multiplies with its reciprocal, and the kernel divides.
-    scale = torch.where(largest > 0, largest / torch.full_like(largest, LARGEST), 1.0)
+    scale = (largest / torch.full_like(largest, LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite
+    scale = scale.where(largest > 0, 1.0)
     codes = (wide * (1 / scale)[:, :, None]).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :K], scale
 

@@ -12,7 +12,8 @@ from fdora.triton.runtime.cost import launched
 
 @triton.jit
 def _scale_of(largest):
-    return tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0)
+    """Its reciprocal is finite."""
+    return tl.where(largest > 0, tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
