@@ -1,0 +1,179 @@
+"""Adapters of one language model, trained together and saved as PEFT does.
+
+    fdora train jobs.toml
+    fdora train jobs.toml --plan          # what it would do: the model's tokenizer is read, no weight
+
+jobs.toml, of which the first three lines and each job's data, lr and adapter are needed:
+
+    model = "path/to/model"               # of transformers; a name of its hub where that can be reached
+    output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
+    capacity = 4096                       # the most tokens of a microbatch
+    dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
+
+    [jobs.law]                            # an adapter named law
+    data = "law.jsonl"
+    lr = 2e-4
+    batch = 8                             # and clip, betas, eps, weight_decay, epochs, steps, seed, evaluation, evaluate
+    adapter = { r = 16, lora_alpha = 32, use_dora = true, target_modules = "all-linear" }    # of peft.LoraConfig
+
+A line of data is JSON: {"input_ids": [...], "labels": [...]}, {"text": "..."}, or {"prompt": "...", "completion": "..."}, whose
+prompt has no labels. Texts end with the tokenizer's end of a sequence. A training that was stopped goes on when the command is
+given again. Samples, optimizers and losses are those of fdora.jobs.train.
+
+Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fdora._check import fail
+from fdora._command import mistakes, parser_of
+from fdora.jobs.causal.data import IGNORED, check_job, order_of, read
+from fdora.jobs.causal.records import Step, TrainJob
+from fdora.jobs.causal.whole import train
+from fdora.jobs.loop import Job
+from fdora.jobs.schedule import Spec, schedule
+from fdora.jobs.schedule.__main__ import summary
+
+FN = "train"
+WHOLE = {"model": str, "output": str, "capacity": int, "dtype": str, "device": str, "every": int, "seed": int, "jobs": dict}
+OF_OPTIMIZER = {"lr": (int, float), "clip": (int, float), "betas": list, "eps": float, "weight_decay": (int, float)}
+OF_JOB = {"batch": int, "epochs": int, "steps": int, "seed": int, "evaluate": int}
+EACH = {"data": str, "evaluation": str, "adapter": dict} | OF_OPTIMIZER | OF_JOB
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        raise fail(FN, "jobs", "read by Python 3.11 or newer", "an older one", "Call fdora.jobs.train.") from None
+    try:
+        found = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise fail(FN, path, "a TOML file", f"{type(error).__name__}: {error}", "Check the path.") from None
+    check_table(path, found, WHOLE, ("model", "output", "capacity", "jobs"))
+    for name, each in found["jobs"].items():
+        check_table(f"jobs.{name}", each, EACH, ("data", "lr", "adapter"))
+    return found
+
+
+def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[str]) -> None:
+    """Its names and their types."""
+    if not isinstance(found, dict):
+        raise fail(FN, arg, "a table", repr(found)[:60], "fdora train --help has an example.")
+    for what, names in (("without", set(found) - set(known)), ("with", set(needed) - set(found))):
+        if names:
+            have = ("" if what == "without" else "none of ") + ", ".join(sorted(names))
+            raise fail(FN, arg, f"a table {what} others" if what == "without" else "complete", have, f"Known: {', '.join(known)}.")
+    for name, value in found.items():
+        if not isinstance(value, known[name]) or isinstance(value, bool):
+            raise fail(FN, f"{arg}.{name}", f"of type {known[name]}", repr(value)[:60], "fdora train --help has an example.")
+
+
+def samples_of(path: str, tokenizer: Any) -> list[dict[str, list[int]]]:
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise fail(FN, path, "lines of JSON", f"{type(error).__name__}: {error}", "Check the path.") from None
+    return [sample_of(f"{path}, line {i + 1}", line, tokenizer) for i, line in enumerate(lines)]
+
+
+def sample_of(arg: str, line: Any, tokenizer: Any) -> dict[str, list[int]]:
+    if isinstance(line, dict) and {"input_ids", "labels"} <= set(line):
+        return line
+    texts = [line.get(key) for key in ("prompt", "completion")] if isinstance(line, dict) else [None]
+    if None in texts:
+        texts = ["", line.get("text") if isinstance(line, dict) else None]
+    if not all(isinstance(text, str) for text in texts):
+        want = "input_ids and labels, a text, or a prompt and a completion"
+        raise fail(FN, arg, want, repr(line)[:60], "fdora train --help has an example.")
+    prompt = tokenizer()(texts[0]).input_ids if texts[0] else []
+    # what begins a sequence belongs in front of the prompt alone
+    rest = tokenizer()(texts[1], add_special_tokens=not prompt).input_ids + [tokenizer().eos_token_id]
+    return {"input_ids": prompt + rest, "labels": [IGNORED] * len(prompt) + rest}
+
+
+def jobs_of(found: dict[str, Any], tokenizer: Any) -> list[TrainJob]:
+    jobs = []
+    for name, each in found["jobs"].items():
+        how = {key: tuple(v) if key == "betas" else v for key, v in each.items() if key in OF_OPTIMIZER}
+        rest = {key: v for key, v in each.items() if key in OF_JOB}
+        sets = {key: samples_of(each[key], tokenizer) for key in ("data", "evaluation") if key in each}
+        jobs.append(TrainJob(Job(name, **how), **sets, **rest))
+        check_job(f"jobs.{name}", jobs[-1])
+    return jobs
+
+
+def said(jobs: list[TrainJob], capacity: int) -> list[str]:
+    """The schedule, in words."""
+    orders = [order_of(each) for each in jobs]
+    lengths = []
+    for each, order in zip(jobs, orders, strict=True):
+        tokens = read(f"jobs.{each.job.name}.data", each.data, (i for batch in order for i in batch), each.job.name).tokens
+        lengths.append([[tokens[i] for i in batch] for batch in order])
+    rows = [
+        f"{each.job.name}: {len(batches)} optimizer steps, {sum(map(len, batches))} samples, {sum(map(sum, batches))} tokens"
+        for each, batches in zip(jobs, lengths, strict=True)
+    ]
+    return rows + summary(schedule(lengths, Spec(capacity, seconds=0)), [each.job.name for each in jobs], 1)
+
+
+def adapted(found: dict[str, Any]) -> Any:
+    """The model with a new adapter for each job."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(found.get("seed", 0))
+    dtype = getattr(torch, found.get("dtype", "bfloat16"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise fail(FN, "dtype", "float32, bfloat16 or float16", repr(found["dtype"]), "It is that of the model's weights.")
+    model = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
+    model = model.to(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+    for i, (name, each) in enumerate(found["jobs"].items()):
+        try:
+            config = LoraConfig(task_type="CAUSAL_LM", **each["adapter"])
+        except (TypeError, ValueError) as error:
+            raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", str(error), "Look there.") from None
+        model.add_adapter(name, config) if i else (model := get_peft_model(model, config, adapter_name=name))
+    return model
+
+
+def show(step: Step) -> None:
+    after = "" if step.evaluation is None else f", evaluation {step.evaluation:.4f}"
+    print(f"{step.name} {step.step}/{step.steps}: loss {step.loss:.4f}, rate {step.rate:.2e}{after}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of("train", __doc__)
+    parser.add_argument("jobs", help="TOML file of a model and its jobs")
+    parser.add_argument("--plan", action="store_true", help="say what would be done, and end")
+    a = parser.parse_args(argv)
+    with mistakes(parser):
+        found = read_toml(a.jobs)
+
+        @cache
+        def tokenizer() -> Any:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(found["model"])
+
+        jobs = jobs_of(found, tokenizer)
+        if a.plan:
+            print("\n".join(said(jobs, found["capacity"])))
+            return 0
+        model, output = adapted(found), Path(found["output"])
+        train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", every=found.get("every", 100), on_step=show)
+        model.save_pretrained(output)
+        print(f"saved: {', '.join(str(output / each.job.name) for each in jobs)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
