@@ -4,6 +4,7 @@
     fdora explain     what each kind of layer of a model would cost, from its shapes alone
     fdora plan        memory, time and layout of a training
     fdora schedule    microbatches of many adapters, from lengths alone
+    fdora train       many adapters of one model, from a file of jobs
     fdora convert     adapters combined, as LoRA, and in other formats
 
 Exit status: 0; 1 where the answer is no (doctor found a problem, no plan fits); 2 for a mistake in arguments or files.
@@ -22,6 +23,7 @@ COMMANDS = {
     "explain": "fdora.explain_model",
     "plan": "fdora.jobs.plan.__main__",
     "schedule": "fdora.jobs.schedule.__main__",
+    "train": "fdora.jobs.causal.__main__",
     "convert": "fdora.convert.__main__",
 }
 

@@ -100,7 +100,7 @@ FOREIGN = {
     "convert": {"torch", "safetensors"},
     "_command": {"tqdm"},
     "jobs.loop": {"torch", "optree", "safetensors"},
-    "jobs.causal": {"torch", "peft"},
+    "jobs.causal": {"torch", "peft", "transformers"},  # transformers: its command loads the model
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "jobs.schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known. pydantic: of Axolotl, whose plugins declare their

@@ -59,6 +59,8 @@ def read_toml(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise fail(FN, path, "a TOML file", f"{type(error).__name__}: {error}", "Check the path.") from None
     check_table(path, found, WHOLE, ("model", "output", "capacity", "jobs"))
+    if not found["jobs"]:
+        raise fail(FN, "jobs", "a table for each adapter", "none", "Write [jobs.NAME].")
     for name, each in found["jobs"].items():
         check_table(f"jobs.{name}", each, EACH, ("data", "lr", "adapter"))
     return found
@@ -68,10 +70,10 @@ def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[st
     """Its names and their types."""
     if not isinstance(found, dict):
         raise fail(FN, arg, "a table", repr(found)[:60], "fdora train --help has an example.")
-    for what, names in (("without", set(found) - set(known)), ("with", set(needed) - set(found))):
-        if names:
-            have = ("" if what == "without" else "none of ") + ", ".join(sorted(names))
-            raise fail(FN, arg, f"a table {what} others" if what == "without" else "complete", have, f"Known: {', '.join(known)}.")
+    unknown, missing = sorted(set(found) - set(known)), sorted(set(needed) - set(found))
+    if unknown or missing:
+        have = f"unknown {', '.join(unknown)}" if unknown else f"none of {', '.join(missing)}"
+        raise fail(FN, arg, f"a table of {', '.join(needed)} and what else is known", have, f"Known are {', '.join(known)}.")
     for name, value in found.items():
         if not isinstance(value, known[name]) or isinstance(value, bool):
             raise fail(FN, f"{arg}.{name}", f"of type {known[name]}", repr(value)[:60], "fdora train --help has an example.")
@@ -96,17 +98,17 @@ def sample_of(arg: str, line: Any, tokenizer: Any) -> dict[str, list[int]]:
         raise fail(FN, arg, want, repr(line)[:60], "fdora train --help has an example.")
     prompt = tokenizer()(texts[0]).input_ids if texts[0] else []
     # what begins a sequence belongs in front of the prompt alone
-    rest = tokenizer()(texts[1], add_special_tokens=not prompt).input_ids + [tokenizer().eos_token_id]
+    rest = [*tokenizer()(texts[1], add_special_tokens=not prompt).input_ids, tokenizer().eos_token_id]
     return {"input_ids": prompt + rest, "labels": [IGNORED] * len(prompt) + rest}
 
 
 def jobs_of(found: dict[str, Any], tokenizer: Any) -> list[TrainJob]:
     jobs = []
     for name, each in found["jobs"].items():
-        how = {key: tuple(v) if key == "betas" else v for key, v in each.items() if key in OF_OPTIMIZER}
-        rest = {key: v for key, v in each.items() if key in OF_JOB}
-        sets = {key: samples_of(each[key], tokenizer) for key in ("data", "evaluation") if key in each}
-        jobs.append(TrainJob(Job(name, **how), **sets, **rest))
+        how: dict[str, Any] = {key: tuple(v) if key == "betas" else v for key, v in each.items() if key in OF_OPTIMIZER}
+        rest: dict[str, Any] = {key: v for key, v in each.items() if key in OF_JOB}
+        rest |= {key: samples_of(each[key], tokenizer) for key in ("data", "evaluation") if key in each}
+        jobs.append(TrainJob(Job(name, **how), **rest))
         check_job(f"jobs.{name}", jobs[-1])
     return jobs
 
@@ -130,18 +132,22 @@ def adapted(found: dict[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(found.get("seed", 0))
     dtype = getattr(torch, found.get("dtype", "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
         raise fail(FN, "dtype", "float32, bfloat16 or float16", repr(found["dtype"]), "It is that of the model's weights.")
-    model = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
-    model = model.to(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
-    for i, (name, each) in enumerate(found["jobs"].items()):
+    configs = {}
+    for name, each in found["jobs"].items():
         try:
-            config = LoraConfig(task_type="CAUSAL_LM", **each["adapter"])
+            configs[name] = LoraConfig(task_type="CAUSAL_LM", **each["adapter"])
         except (TypeError, ValueError) as error:
             raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", str(error), "Look there.") from None
-        model.add_adapter(name, config) if i else (model := get_peft_model(model, config, adapter_name=name))
+    torch.manual_seed(found.get("seed", 0))
+    model = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
+    model = model.to(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+    (first, config), *rest = configs.items()
+    model = get_peft_model(model, config, adapter_name=first)
+    for name, config in rest:
+        model.add_adapter(name, config)
     return model
 
 
@@ -169,7 +175,9 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(said(jobs, found["capacity"])))
             return 0
         model, output = adapted(found), Path(found["output"])
-        train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", every=found.get("every", 100), on_step=show)
+        train(
+            model, jobs, capacity=found["capacity"], folder=output / "checkpoint", every=found.get("every", 100), on_step=show
+        )
         model.save_pretrained(output)
         print(f"saved: {', '.join(str(output / each.job.name) for each in jobs)}")
     return 0

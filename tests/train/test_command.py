@@ -1,0 +1,121 @@
+"""``fdora train jobs.toml``: from files to adapters in files, as fdora.jobs.train makes them."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
+pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from fdora.__main__ import main
+
+WORDS = ["<s>", "</s>", *["the", "court", "holds", "that", "a", "cell", "is", "of", "some", "use"]]
+TOML = """
+model = "{folder}/model"
+output = "{folder}/out"
+capacity = 32
+dtype = "float32"
+device = "cpu"
+
+[jobs.law]
+data = "{folder}/law.jsonl"
+evaluation = "{folder}/law.jsonl"
+lr = 2e-2
+batch = 2
+epochs = 2
+adapter = {{ r = 4, lora_alpha = 8, use_dora = true, target_modules = ["q_proj", "v_proj"] }}
+
+[jobs.med]
+data = "{folder}/med.jsonl"
+lr = 0.01
+steps = 3
+seed = 1
+betas = [0.9, 0.99]
+adapter = {{ r = 2, target_modules = "all-linear" }}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<s>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "model")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=len(WORDS))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    law = [
+        {"prompt": "the court", "completion": "holds that"},
+        {"text": "a cell"},
+        {"input_ids": [0, 3, 1], "labels": [-100, 3, 1]},
+    ]
+    for name, lines in (("law", law), ("med", [{"text": "a cell is of some use"}, {"text": "the cell"}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "jobs.toml").write_text(TOML.format(folder=tmp_path))
+    return tmp_path
+
+
+def adapters(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, folder / "out" / "law", adapter_name="law")
+    model.load_adapter(folder / "out" / "med", adapter_name="med")
+    return {name: p for name, p in model.state_dict().items() if "lora_" in name}
+
+
+def test_it_trains_saves_and_goes_on(folder, capsys):
+    assert main(["train", str(folder / "jobs.toml"), "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "law: 4 optimizer steps, 6 samples" in said and "med: 3 optimizer steps" in said and not (folder / "out").exists()
+    assert main(["train", str(folder / "jobs.toml")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("law ") for line in said) == 4 and sum(line.startswith("med ") for line in said) == 3
+    assert any("4/4" in line and "evaluation" in line for line in said)
+    first = adapters(folder)
+    assert any(p.abs().sum() for name, p in first.items() if "lora_B.law" in name)
+    assert main(["train", str(folder / "jobs.toml")]) == 0  # is at its end already: nothing is trained again
+    assert "law " not in capsys.readouterr().out
+    again = adapters(folder)
+    assert first.keys() == again.keys() and all(map(torch.equal, first.values(), again.values()))
+
+
+def test_a_prompt_has_no_labels(folder):
+    from transformers import AutoTokenizer
+
+    from fdora.jobs.causal.__main__ import sample_of
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    got = sample_of("a", {"prompt": "the court", "completion": "holds that"}, lambda: tokenizer)
+    assert got == {"input_ids": [0, 2, 3, 4, 5, 1], "labels": [-100, -100, -100, 4, 5, 1]}
+    assert sample_of("a", {"text": "a cell"}, lambda: tokenizer)["labels"] == [0, 6, 7, 1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("capacity = 32", "", "got none of capacity"),
+        ("lr = 2e-2", "rate = 2e-2", "got unknown rate"),
+        ("lr = 2e-2", 'lr = "fast"', "`jobs.law.lr` must be"),
+        ("r = 4,", "rank = 4,", "what peft.LoraConfig takes"),
+        ("law.jsonl", "no.jsonl", "must be lines of JSON"),
+        ("float32", "float33", "must be float32, bfloat16 or float16"),
+        ("[jobs.law]", "[jobs.law", "must be a TOML file"),
+    ],
+)
+def test_mistakes_are_one_sentence(folder, capsys, old, new, said):
+    path = folder / "jobs.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(path)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and error.count("\n") == 1 and not (folder / "out").exists()
