@@ -27,6 +27,7 @@ from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
 from fdora.triton.tiles.configs import power_of_two
@@ -98,7 +99,7 @@ def plan_slots(plan: Builder, z: Array, *given: Array | None) -> None:
     tile = SLOTS | {"BLOCK_S": power_of_two(segments), "BLOCK_R": 16 if R <= 16 else 32}
     grid = min(M, cdiv(M, SLOTS["BLOCK_M"]) + segments), cdiv(N, SLOTS["BLOCK_N"]), P
     tensors |= {"z": z, "M": M, "N": N, "R": R, "SEGMENTS": segments}
-    plan.launch(slots_kernel, grid, tensors | tile, num_stages=2, pdl=plan.pdl)
+    plan.launch(slots_kernel, grid, tensors | tile, num_stages=NOT_AHEAD, pdl=plan.pdl)
 
 
 def scale_slots(z: Tensor, *given: Any) -> None:

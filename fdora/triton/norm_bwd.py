@@ -39,6 +39,7 @@ from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.tiles.configs import power_of_two
 
 BLOCK_N, BLOCK_J = 64, 128
@@ -226,7 +227,7 @@ def _finish(plan: Builder, parts: Array, gram: Array, of: Given, of_A: bool, ter
     given = {"parts": parts, "G": gram, **named("onto out", (of.onto_A, of.dA) if of_A else (of.onto_B, of.dB))}
     given |= {"OF_A": of_A, "TERMS": terms, "BLOCK_I": block, "BLOCK_J": block_j, "BLOCK_R": block}
     given |= {"PRECISION": None if half else _precision(plan)}
-    plan.launch(norm_bwd_finish_kernel, (cdiv(R, block), cdiv(length, block_j)), given, of, num_stages=3 if half else 2)
+    plan.launch(norm_bwd_finish_kernel, (cdiv(R, block), cdiv(length, block_j)), given, of, num_stages=NOT_AHEAD if half else 2)
 
 
 def block_of(R: int) -> int:

@@ -25,11 +25,11 @@ def _gram(
     for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + i
         f = loaded(F, n, r, end, R)
-        left = f
-        if WITH_Q:
-            left = (slopes(dc, c, n, N)[:, None] * f.to(tl.float32)).to(f.dtype)
-        acc = tl.dot(tl.trans(left), f, acc, input_precision=PRECISION)
-    tl.store(out + (part * R + r)[:, None] * R + r[None, :], acc, mask=within(r, r, R, R))
+        right = f
+        if WITH_Q:  # on the right: the left one would go through registers (private.NOT_AHEAD)
+            right = (slopes(dc, c, n, N)[:, None] * f.to(tl.float32)).to(f.dtype)
+        acc = tl.dot(tl.trans(f), right, acc, input_precision=PRECISION)
+    tl.store(out + part * R * R + r[None, :] * R + r[:, None], acc, mask=within(r, r, R, R))
 
 
 @triton.jit

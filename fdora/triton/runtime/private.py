@@ -29,6 +29,10 @@ _knobs = triton.knobs.runtime
 INTERPRETED = bool(_knobs.interpret)
 # Options of every kernel: a multiplication and an addition are one instruction. Triton 3.10 changes the default.
 OPTIONS = {"enable_fp_fusion": True}
+# Stages of a loop whose product takes its first operand from registers (a sum that is rounded, say): on sm_90 such a product
+# may read them when the next trip has written them, where ptxas is older than 13.3, as Triton 3.6's (triton-lang/triton#9433).
+# With one stage each product is waited for.
+NOT_AHEAD = 1
 # dtype -> CUtensorMapDataType, cudaDataType_t
 TENSOR_MAP_TYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 CUDA_TYPE = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
