@@ -24,6 +24,7 @@ from transformers import (
 
 from fdora import FdoraError
 from fdora.jobs import TrainJob, train
+from fdora.jobs.causal.banks import dropped
 from fdora.jobs.loop import Job
 
 VOCAB = 61
@@ -175,7 +176,70 @@ def same(one, other):
         assert all(torch.equal(p, theirs[path]) for path, p in parameters(one, name).items())
 
 
-def test_resumed_to_the_bit(tmp_path):
+DROPOUT = {"law": 0.3, "med": 0.0, "code": 0.1}
+
+
+def with_dropout():
+    model = model_of()
+    for path, module in model.named_modules():
+        if path.endswith(".lora_dropout"):
+            for name in set(module) & {name for name, p in DROPOUT.items() if p}:
+                module[name] = nn.Dropout(DROPOUT[name])
+    return model
+
+
+class Drawn(nn.Module):
+    """The mask of the n-th layer of a microbatch with tokens of one adapter."""
+
+    at = 0
+
+    def __init__(self, p, n, layers):
+        super().__init__()
+        self.p, self.n, self.layers = p, n, layers
+
+    def forward(self, x):
+        seed = Drawn.at * self.layers + self.n
+        return dropped(x, torch.tensor([self.p]), torch.tensor([x.shape[1]], dtype=torch.int32), seed) if self.training else x
+
+
+@pytest.mark.parametrize("name", ["law", "med"])
+def test_dropout_is_that_of_peft(name, monkeypatch):
+    """With masks of its own in the place of PEFT's, and without any where it evaluates."""
+    adapters = {name: copy.deepcopy(ADAPTERS[name])}
+    adapters[name].lora_dropout = 0.4
+    each = TrainJob(Job(name, 1e-2), data_of(4, 5), batch=1, evaluation=data_of(9, 3))
+    model, stock = model_of(adapters=adapters), model_of(adapters=adapters)
+    trained = train(model, [each], capacity=13, seed=2)
+    assert trained.losses != train(model_of(adapters=adapters), [each], capacity=13).losses
+    layers = [module for _, module in stock.named_modules() if hasattr(module, "lora_dropout") and name in module.lora_A]
+    for n, layer in enumerate(layers):
+        layer.lora_dropout[name] = Drawn(0.4, n, len(layers))
+    losses, count = [], iter(range(2 * 5, 3 * 5))
+    optimizer = torch.optim.AdamW(
+        [p for p in stock.parameters() if p.requires_grad], lr=1e-2, weight_decay=each.job.weight_decay
+    )
+    for sample in each.data:
+        monkeypatch.setattr(Drawn, "at", next(count))
+        loss = loss_of(stock, [sample])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
+    assert trained.evaluations[name][5] == pytest.approx(loss_of(stock.eval(), each.evaluation).item(), rel=2e-5)
+
+
+def test_each_adapter_has_its_ratio():
+    x, ends = torch.ones(1, 3000, 8), torch.tensor([1000, 1000, 3000], dtype=torch.int32)
+    found = dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0]
+    assert torch.equal(found[:1000], x[0, :1000])
+    assert found[1000:].unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert (found[1000:] == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(found, dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0])
+
+
+@pytest.mark.parametrize("model_of", [model_of, with_dropout], ids=["plain", "dropout"])
+def test_resumed_to_the_bit(model_of, tmp_path):
     """Stopped in the middle of batches, and again: parameters, losses and evaluations are those of a run without a stop."""
     jobs, whole, model = jobs_of(), model_of(), model_of()
     wanted, steps = train(whole, jobs, capacity=16), []
@@ -267,8 +331,10 @@ def coded(model):
 
 MODELS = {
     "no PEFT": (lambda: AutoModelForCausalLM.from_config(CONFIGS["llama"]()), "a PeftModel .*, got a LlamaForCausalLM"),
-    "lora_dropout": (with_adapter(lora_dropout=0.1), "without dropout, got 0.1 at `.*q_proj.lora_dropout.law`"),
-    "attention_dropout": (lambda: model_of(adapters=ONE, attention_dropout=0.2), "without dropout, got 0.2 at `.*self_attn`"),
+    "attention_dropout": (
+        lambda: model_of(adapters=ONE, attention_dropout=0.2),
+        "dropout of its own, got 0.2 at `.*self_attn`",
+    ),
     "a head": (with_adapter(modules_to_save=["lm_head"]), r"frozen .*lm_head.modules_to_save.law.weight` with requires_grad"),
     "an embedding": (with_adapter(target_modules=["q_proj", "embed_tokens"]), "'law' adapts linear layers alone, got 2 other"),
     "a norm": (changed(lambda m: m.get_base_model().model.norm.requires_grad_(True)), "frozen but for its adapters, got"),
@@ -300,7 +366,7 @@ def test_samples_that_see_each_other_are_refused(monkeypatch):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-class Drawn(list):
+class Growing(list):
     """Longer at each reading."""
 
     def __getitem__(self, i):
@@ -330,7 +396,7 @@ JOBS = {
     ),
     "long": (lambda: (GOOD._replace(data=[{part: [1] * 41 for part in GOOD.data[0]}]),), "at most 40 tokens"),
     "drawn": (
-        lambda: (GOOD._replace(data=Drawn([None])),),
+        lambda: (GOOD._replace(data=Growing([None])),),
         r"the same whenever it is read, got 3 tokens and 2 labels, before 2",
     ),
 }

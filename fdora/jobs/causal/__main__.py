@@ -175,9 +175,8 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(said(jobs, found["capacity"])))
             return 0
         model, output = adapted(found), Path(found["output"])
-        train(
-            model, jobs, capacity=found["capacity"], folder=output / "checkpoint", every=found.get("every", 100), on_step=show
-        )
+        rest = {key: found[key] for key in ("every", "seed") if key in found}
+        train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", on_step=show, **rest)
         model.save_pretrained(output)
         print(f"saved: {', '.join(str(output / each.job.name) for each in jobs)}")
     return 0

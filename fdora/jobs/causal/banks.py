@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
@@ -26,6 +27,8 @@ class Layer(NamedTuple):
     bias: Tensor | None = None
     dora: Tensor | None = None
     """(G, 1) bool: which adapters have a magnitude, where not all are alike."""
+    dropout: Tensor | None = None
+    """(G,) float32: the probability with which an element of each adapter's input is dropped; None where all are 0."""
 
 
 def norms_of(layers: Mapping[str, Layer], params: Mapping[str, DoraParams]) -> dict[str, Tensor | None]:
@@ -40,11 +43,27 @@ def norm_of(layer: Layer, params: DoraParams) -> Tensor | None:
     return c if layer.dora is None else torch.where(layer.dora, c, 1.0)
 
 
-def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor, x: Tensor) -> Tensor:
-    """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient."""
+def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor, x: Tensor, seed: int | None = None) -> Tensor:
+    """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient.
+
+    With a seed and dropout D it is ``(x - D(x)) W^T + bias + g (D(x) W^T + s D(x) A^T B^T)``, which is PEFT's
+    ``x W^T + bias + (g - 1) D(x) W^T + g s D(x) A^T B^T``; with one product with W the bank would be another function.
+    """
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
-    return dora_linear_multi(x, layer.W, A, B, m, s=layer.s, offsets=ends, norm=norm, bias=layer.bias, ranks=layer.ranks)
+    run = partial(dora_linear_multi, W=layer.W, A=A, B=B, m=m, s=layer.s, offsets=ends, norm=norm, ranks=layer.ranks)
+    if layer.dropout is None or seed is None:
+        return run(x, bias=layer.bias)
+    heard = dropped(x, layer.dropout, ends, seed)
+    return linear(x - heard, layer.W, layer.bias) + run(heard)
+
+
+def dropped(x: Tensor, dropout: Tensor, ends: Tensor, seed: int) -> Tensor:
+    """D(x) of sorted tokens (..., K), with the ratio of each token's adapter. The seed and the device say which mask."""
+    drawn = torch.rand(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed))
+    tokens = torch.arange(x.shape[-2], dtype=torch.int32, device=x.device)
+    p = dropout[torch.searchsorted(ends, tokens, right=True)][:, None]
+    return torch.where(drawn < p, 0, x * (1 / (1 - p)).to(x.dtype))
 
 
 def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[str, Any]]:
@@ -75,11 +94,13 @@ def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[
             raise fail(FN, "model", f"with a plain nn.Linear below `{path}`", f"a {type(base).__name__}", remedy)
         rows = [names.index(name) for name in bank.adapters]
         params = DoraParams(*(None if t is None else spread(rows, len(names), t) for t in bank.params))
-        own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, strict=True), strict=True))
-        s, ranks, dora = zip(*(own.get(row, (1.0, 1, False)) for row in range(len(names))), strict=True)
+        drops = [getattr(layer.lora_dropout[name], "p", 0.0) for name in bank.adapters]
+        own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, drops, strict=True), strict=True))
+        s, ranks, dora, ratios = zip(*(own.get(row, (1.0, 1, False, 0.0)) for row in range(len(names))), strict=True)
         W, bias = base.weight, base.bias
         which = None if params.m is None or all(dora) else torch.tensor(dora, device=W.device)[:, None]
-        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, bias, which)
+        dropout = torch.tensor(ratios, device=W.device) if any(ratios) else None
+        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, bias, which, dropout)
         banks[path] = bank._replace(params=params)
     return layers, banks
 
@@ -90,18 +111,17 @@ def spread(rows: Sequence[int], count: int, t: Tensor) -> Tensor:
 
 
 def check_rest(model: Any, names: Sequence[str]) -> None:
-    """Nothing beside the adapters learns, nothing is drawn, and base weights are those of the base."""
+    """Nothing beside the adapters learns or drops, and base weights are those of the base."""
     for path, p in model.named_parameters():
         if p.requires_grad and ".lora_" not in path:
             raise fail(FN, "model", "frozen but for its adapters", f"`{path}` with requires_grad=True", "Freeze it.")
     for path, module in model.named_modules():
         if getattr(module, "merged", False):
             raise fail(FN, "model", "without merged adapters", f"some in `{path}`", "Call model.unmerge_adapter().")
-        own = path.rpartition(".")[2] in names or ".lora_dropout." not in path
         p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
-        if own and p:
-            remedy = "Set it to 0: adapters in one microbatch cannot have a ratio each."
-            raise fail(FN, "model", "without dropout", f"{p} at `{path}`", remedy)
+        if p and ".lora_dropout." not in path:
+            remedy = "Set it to 0: only the input of an adapter can be dropped."
+            raise fail(FN, "model", "without dropout of its own", f"{p} at `{path}`", remedy)
 
 
 Logits = Callable[[Mapping[str, DoraParams], Mapping[str, Any], Packed], Tensor]
@@ -117,13 +137,14 @@ def running(model: Any, layers: Mapping[str, Layer]) -> Iterator[Logits]:
     if not wanted <= inspect.signature(inner.forward).parameters.keys():
         raise unknown(inner, f"lacks arguments among {sorted(wanted)}")
 
-    def run(path: str, x: Tensor) -> Tensor:
-        params, norms, ends = now
+    def run(path: str, n: int, x: Tensor) -> Tensor:
+        params, norms, packed = now
         ran.add(path)
-        return adapted(layers[path], params[path], norms[path], ends, x)
+        seed = None if packed.seed is None else packed.seed * len(layers) + n
+        return adapted(layers[path], params[path], norms[path], packed.ends, x, seed)
 
     def logits(params: Mapping[str, DoraParams], norms: Mapping[str, Any], packed: Packed) -> Tensor:
-        now[:] = params, norms, packed.ends
+        now[:] = params, norms, packed
         given = {"position_ids": packed.places[None], "use_cache": False, "logits_to_keep": packed.at}
         found: Tensor = inner(input_ids=packed.ids[None], **given).logits[0]
         if len(ran) < len(layers):
@@ -137,8 +158,8 @@ def running(model: Any, layers: Mapping[str, Layer]) -> Iterator[Logits]:
     learning = [p for p in model.parameters() if p.requires_grad]
     try:
         with model.disable_adapter():  # where an adapter that is not trained is active, the base alone runs
-            for path, module in zip(layers, modules, strict=True):
-                module.forward = partial(run, path)
+            for n, (path, module) in enumerate(zip(layers, modules, strict=True)):
+                module.forward = partial(run, path, n)
             yield logits
     finally:
         for module, own in zip(modules, before, strict=True):

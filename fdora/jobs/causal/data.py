@@ -28,6 +28,7 @@ class Packed(NamedTuple):
     labels: Tensor  # (L,)
     counts: tuple[int, ...]  # labels of each sample
     ends: Tensor  # (G,): of each adapter's tokens
+    seed: int | None = None  # of dropout's masks; None: nothing is dropped
 
 
 class Read(NamedTuple):

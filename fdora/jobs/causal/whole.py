@@ -33,6 +33,7 @@ def train(
     capacity: int,
     folder: str | Path | None = None,
     every: int = 100,
+    seed: int = 0,
     on_step: Callable[[Step], Any] | None = None,
 ) -> Trained:
     """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
@@ -56,15 +57,17 @@ def train(
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
         the same bits on a CPU, when it is called with the same arguments and a model loaded anew.
       every: microbatches between two checkpoints; there is one at the end.
+      seed: draws the masks of dropout. Each adapter has PEFT's meaning and its own ratio, in steps and not in evaluations, in
+        whichever mode the model is. A layer with dropout has one more product with W, and keeps a mask and D(x) for backward.
       on_step: is called with each :class:`Step`.
 
     Returns:
       The losses of all batches, those before a stop among them, and the evaluations.
 
     Raises:
-      FdoraError: the model is of another kind, has dropout, a quantised weight below an adapter, or learns more than its linear
-        adapters; a job has no such adapter or no data; a sample is longer than the capacity; a batch has no label; the
-        folder is of another training.
+      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a quantised weight below an
+        adapter, or learns more than its linear adapters; a job has no such adapter or no data; a sample is longer than the
+        capacity; a batch has no label; the folder is of another training.
 
     Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
     norms; logits only of tokens with a label.
@@ -93,7 +96,8 @@ def train(
         waiting = list[tuple[Work, Tensor]]()
         for n in progress(range(state.position, len(course.works)), "microbatches"):
             work = course.works[n]
-            state, found = train_step(state, work, pack(course, work, device), model=whole, jobs=rows, donate=True)
+            packed = pack(course, work, device)._replace(seed=seed * len(course.works) + n)
+            state, found = train_step(state, work, packed, model=whole, jobs=rows, donate=True)
             waiting.append((work, found))
             kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
             # to read losses is to wait for the GPU: where somebody wants them
