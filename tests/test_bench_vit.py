@@ -12,7 +12,7 @@ from bench.kernels import Kernel, by_name, kind, middle_block, shares, short
 from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.functional import dora_linear, explain
-from fdora.integrations._peft import patterns
+from fdora.integrations._peft import blocks
 
 SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
 
@@ -24,13 +24,13 @@ def run(tmp_path, options=SMALL):
 
 
 def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
-    stock = patterns.Tail.take
+    stock = blocks.Tail.take
 
     def wrong(self, layer, x, N):
         found = stock(self, layer, x, N)
         return found and found._replace(gamma=found.gamma * 1.3)
 
-    monkeypatch.setattr(patterns.Tail, "take", wrong)
+    monkeypatch.setattr(blocks.Tail, "take", wrong)
     with pytest.raises(SystemExit, match="peft_fdora_fused"):
         run(tmp_path)
 

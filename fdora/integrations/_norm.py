@@ -113,8 +113,9 @@ class KeptNorm:
         c: Tensor | None = None if self.norms is None else self.norms.traced_c(self, W, A, B, s)
         if c is not None:
             return c
-        room = self.room_for(owner, W)
-        return dora_norm(W, A, B, s=s) if room is None else kept_norms([(W, A, B, s, *room)])[0]
+        if self.room is None or not self.has_room_for(owner, W):
+            return dora_norm(W, A, B, s=s)
+        return kept_norms([(W, A, B, s, *self.room[1:])])[0]
 
     def unasked(self, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor | None:
         """What c of a dense W is known by, for compiled code that asks when it runs; None where it is there, or asked for
@@ -123,11 +124,8 @@ class KeptNorm:
         room = self.room
         return room[2] if not there and room is not None and self.has_room_for(W, W) else None
 
-    def room_for(self, owner: Any, W: Any) -> tuple[Tensor, Tensor] | None:
-        """c and fingerprint that compiled code keeps of this W; None where it keeps none."""
-        return None if self.room is None or not self.has_room_for(owner, W) else self.room[1:]
-
     def has_room_for(self, owner: Any, W: Any) -> bool:
+        """Whether compiled code keeps c and a fingerprint of this W here."""
         room = self.room
         if room is None or not compiled_kernels(W) or room[2].device != W.device:
             return False
@@ -155,12 +153,8 @@ class KeptNorm:
     def eager(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
         """The same where nothing traces."""
         c = self.given(W, A, B, s, False)
-        return self.own(owner, W, A, B, s) if c is None else c
-
-    def own(self, owner: Any, W: Any, A: Tensor, B: Tensor, s: float) -> Tensor:
-        """The same where the model's hook gives none."""
-        if W.shape[0] * W.shape[1] < SMALL:
-            return dora_norm(W, A, B, s=s)
+        if c is not None or W.shape[0] * W.shape[1] < SMALL:
+            return dora_norm(W, A, B, s=s) if c is None else c
         storage = owner.untyped_storage()
         shard = () if self.shard is None else self.shard.state()
         where = 0 if shard else storage._cdata  # what a shard is gathered into comes and goes
@@ -177,8 +171,7 @@ class KeptNorm:
                 return NormState(*guarded_norm(NormOf(W, A, B, s), old[0], old[1], select_backend(W).name))
             return dora_norm(W, A, B, s=s, state=old)
 
-        c: Tensor = memo.current((owner,), key, update, True).c
-        return c
+        return memo.current((owner,), key, update, True).c  # type: ignore[no-any-return]
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""

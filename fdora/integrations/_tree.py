@@ -55,7 +55,7 @@ from fdora.integrations._table import Found, Run, Table
 from fdora.integrations._units import Unit, units_of
 
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
-RESTLESS = 8  # forwards in a row whose tensors lay elsewhere: shards that come and go. Then layers look after themselves
+MOST_MOVES = 8  # forwards in a row whose tensors lay elsewhere: shards that come and go. Then layers look after themselves
 
 
 class Local(threading.local):
@@ -95,7 +95,7 @@ class ModelNorms:
         self.placed: list[weakref.ref[Any]] = []  # whose norms the table has
         self.units: dict[int, Unit] = {}  # by the id of a KeptNorm
         self.on_shards: ShardNorms | None = None  # where use_fdora was asked for it
-        self.asleep = self.used = self.looked = False
+        self.switched_off = self.used = self.looked = False
         self.changes = self.idle = 0
         self.traced: list[Tensor] | None = None  # in a trace of the whole model, between the hooks
         self.traced_by = ""  # that trace; what a graph break leaves here is for no other one, nor for another thread
@@ -126,17 +126,17 @@ class ModelNorms:
 
     def compute(self, task: int) -> Run | None:
         with self.lock:
-            if self.asleep:
+            if self.switched_off:
                 return None
             self.idle = 0 if self.used else self.idle + 1
             self.used = False
             if self.idle > 2:  # nobody wants them: merged, unloaded, switched off
-                self.table, self.asleep, self.idle = None, True, 0
+                self.table, self.switched_off, self.idle = None, True, 0
                 return None
             table = self.table
             alive = None if table is None else table.alive()
             if alive is None:
-                if self.changes >= RESTLESS or capturing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+                if self.changes >= MOST_MOVES or capturing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
                     return None
                 self.changes += 1
                 table = self.table = self.collect()
@@ -172,7 +172,7 @@ class ModelNorms:
         """Other layers, or the same elsewhere: the next forward collects them."""
         with self.lock:
             forget_norms()
-            self.table, self.asleep, self.idle, self.changes, self.looked = None, False, 0, 0, False
+            self.table, self.switched_off, self.idle, self.changes, self.looked = None, False, 0, 0, False
             if self.on_shards is not None:
                 self.on_shards.forget()
             self.local = Local()  # a Run refers weakly to the weights, which torch.utils.swap_tensors refuses
@@ -194,7 +194,7 @@ class ModelNorms:
         """The slice of layer i; None where it has to look after itself."""
         run, task = self.local.run, backward_task()
         if run is None or run.task != task:
-            self.asleep = False
+            self.switched_off = False
             if task == -1 or dispatch_modes() or (compiled and capturing(W.device)):
                 return None
             run = self.compute(task)

@@ -28,8 +28,7 @@ PLACES = 8
 
 class Run(NamedTuple):
     moment: int
-    made_from: dict[int, tuple]  # by the id of a KeptNorm
-    c: dict[int, Tensor]
+    norms: dict[int, tuple[tuple, Tensor]]  # by the id of a KeptNorm: what c was made from, and c
 
 
 class Local(threading.local):
@@ -56,10 +55,11 @@ class Unit:
         run = self.local.run
         if run is None or run.moment != moment:
             run = self.local.run = self.compute(moment)
-        return run.c[id(kept)] if run.made_from.get(id(kept)) == facts(W, A, B, s) else None
+        made_from, c = run.norms.get(id(kept), (None, None))
+        return c if made_from == facts(W, A, B, s) else None
 
     def compute(self, moment: int) -> Run:
-        nothing = Run(moment, {}, {})
+        nothing = Run(moment, {})
         with self.lock, torch.no_grad():
             found = [each for each in self.find() if each[0].shard is not None]
             if len(found) < 2:
@@ -74,8 +74,8 @@ class Unit:
                 self.forget()
                 self.cache = NormCache(no_norms(part))
             new = self.cache.current(W, made_from, partial(part.layers.guarded, W, A, B))
-            each = {id(kept): facts(w, a, b, scale) for kept, w, a, b, scale in found}
-            return Run(moment, each, dict(zip(each, part.views(new.c), strict=True)))
+            each = zip(found, part.views(new.c), strict=True)
+            return Run(moment, {id(kept): (facts(*of), c) for (kept, *of), c in each})
 
     def part_of(self, W: list, A: list, B: list, s: list, tensors: list[Tensor]) -> Part | None:
         """With the table of where these lie; None of layers on several devices, or of several dtypes."""

@@ -24,12 +24,11 @@ from typing import Any, Literal, TypeVar
 
 from axolotl.integrations.base import BasePlugin
 from peft import PeftModel
-from peft.tuners.lora.layer import LoraLayer
 from pydantic import BaseModel
 from torch import Tensor, nn
 
 from fdora.integrations import peft
-from fdora.integrations._peft.layer import Dora
+from fdora.integrations._peft.dora import ours
 from fdora.integrations.peft import report, restore
 
 __all__ = ["FdoraArgs", "FdoraPlugin", "report", "restore", "use_fdora"]
@@ -73,7 +72,7 @@ def use_fdora(model: Model, *, dropout_mode: Literal["peft", "lora"] = "peft") -
     for module in model.modules():
         for name, instead in _INSTEAD.items():
             method: Any = module.__dict__.get(name)
-            if _is_kernel(method) and any(map(_adapted, (method.__self__, *method.__self__.children()))):
+            if _is_kernel(method) and any(map(ours, (method.__self__, *method.__self__.children()))):
                 set_aside(module, name, None if instead is None else types.MethodType(instead, module))
     return model
 
@@ -84,10 +83,6 @@ def _is_kernel(method: Any) -> bool:
         return False
     of = method.__func__
     return of.__module__ in _KERNELS and not of.__name__.startswith("original_")
-
-
-def _adapted(module: nn.Module) -> bool:
-    return isinstance(module, LoraLayer) and any(isinstance(v, Dora) for v in module.lora_variant.values())
 
 
 def _qkv(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

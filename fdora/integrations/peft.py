@@ -37,25 +37,15 @@ from fdora.functional import dora_norm, select_backend
 from fdora.functional.prepared import Warmup, compile_ahead
 from fdora.integrations._hook import hook, hooked, unhook
 from fdora.integrations._peft.ahead import calls_of
-from fdora.integrations._peft.layer import (
-    OURS,
-    Dora,
-    LayerBank,
-    Linear,
-    LinearVariant,
-    active,
-    banks_of,
-    fuse_layer,
-    own_norm,
-    put_banks,
-    reused,
-    unfuse_layer,
-    warn_of_groups,
-)
-from fdora.integrations._peft.patterns import fuse_blocks, unfuse_blocks
+from fdora.integrations._peft.banks import LayerBank, banks_of, put_banks
+from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
+from fdora.integrations._peft.calls import active
+from fdora.integrations._peft.dora import Dora, ours, reused
+from fdora.integrations._peft.layer import Linear, fuse_layer, unfuse_layer
 from fdora.integrations._peft.quantised import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.sharded import gathers, lies_on_mesh, parts_of
+from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
 from fdora.integrations._shard import lies_in_rows
 from fdora.quant import QuantWeight
 
@@ -204,8 +194,8 @@ def enable(dropout_mode: Literal["peft", "lora"] = "peft") -> None:
     """
     _check_mode("enable", dropout_mode)
     Dora.MADE_WITH = dropout_mode
-    for stock, ours in OURS.items():
-        setattr(variants, stock.__name__, ours)
+    for stock, variant in OURS.items():
+        setattr(variants, stock.__name__, variant)
 
 
 def disable() -> None:
@@ -332,24 +322,28 @@ def _hook(model: nn.Module, on_shards: bool) -> None:
     layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
     kepts = []
     for layer in layers:
-        for variant in layer.lora_variant.values():
-            if isinstance(variant, Dora):
-                variant.kept.base, variant.kept.layer = weakref.ref(layer._modules["base_layer"]), weakref.ref(layer)
-                kepts.append(variant.kept)
+        for variant in ours(layer):
+            variant.kept.base, variant.kept.layer = weakref.ref(layer._modules["base_layer"]), weakref.ref(layer)
+            kepts.append(variant.kept)
     if kepts:
         linears = [weakref.ref(layer) for layer in layers]
         shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None
         hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, norms_of, shards)
 
 
+def with_norms(layers: Iterable[Any]) -> Iterator[tuple[Any, nn.Linear, str, Dora]]:
+    """Those of these modules whose norm is of W as it stands, with their base layer, active adapter and its variant."""
+    for layer in layers:
+        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
+        base = None if pair is None else layer._modules["base_layer"]
+        if pair is not None and type(base) is nn.Linear:
+            yield layer, base, *pair
+
+
 def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
     """Those of these modules whose norms can be computed together: KeptNorm, W, A, B and s of each."""
     found: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
-    for layer in layers:
-        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        if pair is None or type(layer._modules["base_layer"]) is not nn.Linear:
-            continue
-        name, variant = pair
+    for layer, _, name, variant in with_norms(layers):
         weights, s = weights_of(layer, name, variant), layer.scaling[name]
         if (
             weights is None
@@ -379,16 +373,14 @@ def shards_of(layers: Iterable[Any], known: Container[int]) -> list[tuple[Any, A
     Asked in every forward, so of few attributes. ``known`` are ids of shards that lay in rows when they were listed before.
     """
     found: list[tuple[Any, Any, Any, Any, float]] = []
-    for layer in layers:
-        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        base = None if pair is None else layer._modules["base_layer"]
-        if pair is None or type(base) is not nn.Linear or hooked(base):
+    for layer, base, name, variant in with_norms(layers):
+        if hooked(base):
             continue
-        name, s = pair[0], layer.scaling[pair[0]]
+        s = layer.scaling[name]
         parts = (base, layer._modules["lora_A"]._modules[name], layer._modules["lora_B"]._modules[name])
         W, A, B = shards = [part._parameters.get("weight") for part in parts]
         if all([id(t) in known or (t is not None and lies_in_rows(t)) for t in shards]) and not isinstance(s, Tensor):
-            found.append((pair[1].kept, W, A, B, s))
+            found.append((variant.kept, W, A, B, s))
     return found
 
 

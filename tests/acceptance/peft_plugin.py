@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fdora.integrations import peft as shim
-from fdora.integrations._peft.layer import Dora
+from fdora.integrations._peft.dora import Dora
 
 TOTAL: Counter[str] = Counter()
 _count = Dora.count

@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM
 from fdora import FdoraError
 from fdora.functional import dora_mlp, opaque
 from fdora.integrations import _norm
+from fdora.integrations._peft import calls, quantised, variants
 from fdora.integrations._peft import layer as peft_layer
-from fdora.integrations._peft import quantised
 from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from fdora.quant import from_bnb
 from tests import device, reference
@@ -132,7 +132,7 @@ def test_the_dtype_that_a_layer_computes_in_is_settled_by_its_first_input():
 
 
 def test_dropout_with_torchs_mask(monkeypatch):
-    monkeypatch.setattr(peft_layer, "draws", lambda *_: False)
+    monkeypatch.setattr(calls, "draws", lambda *_: False)
     for make in (four_bits, eight_bits):
         model, x = make(dropout=0.3), inputs()
         want = step(make(dropout=0.3), x)
@@ -143,7 +143,7 @@ def test_dropout_with_torchs_mask(monkeypatch):
 
 def test_dropout_that_kernels_draw(monkeypatch):
     """One call, with a mask of its own: its mean over many is the layer without dropout."""
-    monkeypatch.setattr(peft_layer, "draws", lambda *_: True)
+    monkeypatch.setattr(calls, "draws", lambda *_: True)
     model, x = use_fdora(four_bits(dropout=0.3)), inputs()
     first = layers(model)[0]
     with torch.no_grad():
@@ -359,7 +359,7 @@ def test_a_weight_that_bitsandbytes_misreads(monkeypatch):
     torch.testing.assert_close(first.lora_magnitude_vector["default"].weight.double(), c, rtol=1e-6, atol=0)
     junk = torch.zeros(40, 96, device=device.NAME)
     monkeypatch.setattr(quantised, "misread", lambda base, W: W.shape[1] == 96)
-    monkeypatch.setattr(peft_layer, "misread", quantised.misread)
+    monkeypatch.setattr(variants, "misread", quantised.misread)
     assert torch.equal(first.lora_variant["default"].read(first, junk), W.dequantize())
     assert second.lora_variant["default"].read(second, junk) is junk
 
@@ -368,7 +368,7 @@ def test_eight_bits_keep_their_product_and_nothing_is_dense(monkeypatch):
     x = inputs()
     want = step(eight_bits(), x)  # PEFT's second step would fail on a CPU: its dequantisation loses the row maxima
     model = use_fdora(eight_bits())
-    monkeypatch.setattr(peft_layer, "dequantize_module_weight", None)
+    monkeypatch.setattr(variants, "dequantize_module_weight", None)
     for _ in range(3):
         for a, b in zip(step(model, x), want, strict=True):
             assert rel_l2(a, b) < (1e-5 if device.NAME == "cpu" else 1e-2)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from fdora import FdoraError
 from fdora.integrations import llamafactory as shim
-from fdora.integrations._peft.layer import Dora
+from fdora.integrations._peft.dora import Dora
 from tests.integrations import tiny
 from tests.integrations.models import perturb
 from tests.snippets import snippet
@@ -200,7 +200,7 @@ def test_processes_without_fdora_are_refused(command, env, message, monkeypatch)
 
 COUNTED = """
 from collections import Counter
-from fdora.integrations._peft.layer import Dora
+from fdora.integrations._peft.dora import Dora
 from fdora.integrations.llamafactory import main
 
 layers, init = [], Dora.__init__

@@ -6,7 +6,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from fdora import FdoraError
-from fdora.integrations._peft.patterns import Mlp
+from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations.peft import report, restore, use_fdora
 from tests.close import assert_exact
 from tests.integrations.models import perturb

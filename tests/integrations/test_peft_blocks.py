@@ -16,8 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils.deprecation import deprecate_kwarg
 
 from fdora import FdoraError
+from fdora.integrations._peft import calls
 from fdora.integrations._peft import layer as layers
-from fdora.integrations._peft.patterns import MLP, Mlp, act_of, gated_of, shares_x
+from fdora.integrations._peft.blocks import Mlp
+from fdora.integrations._peft.patterns import MLP, act_of, gated_of, shares_x
 from fdora.integrations.peft import report, restore, use_fdora
 from tests.integrations.models import perturb
 from tests.memory import saved
@@ -157,7 +159,7 @@ def test_dropout_draws_one_mask_for_each_layer_from_torchs_generator():
 
 def test_dropout_that_kernels_draw_is_pefts(monkeypatch):
     """With B = 0 and g away from 1 only PEFT's meaning is random. Layers with another p run alone."""
-    monkeypatch.setattr(layers, "draws", lambda *_: True)
+    monkeypatch.setattr(calls, "draws", lambda *_: True)
     model = made(dropout=0.5).train()
     with torch.no_grad():
         for name, p in model.named_parameters():

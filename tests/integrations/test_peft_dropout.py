@@ -10,6 +10,7 @@ from torch import nn
 
 from fdora import FdoraError
 from fdora.eager.dropout import drop
+from fdora.integrations._peft import calls
 from fdora.integrations._peft import layer as layers
 from fdora.integrations.peft import disable, enable, enabled, report, restore, use_fdora
 from tests import reference
@@ -34,7 +35,7 @@ def without_B(model):
 @pytest.fixture
 def kernels_draw(monkeypatch):
     """As where kernels run, here on the eager backend: a layer with dropout is one call, whose mask follows a seed."""
-    monkeypatch.setattr(layers, "draws", lambda *_: True)
+    monkeypatch.setattr(calls, "draws", lambda *_: True)
 
 
 def dense(module, kind):
@@ -109,7 +110,7 @@ def test_evaluation_is_pefts(kind):
 @pytest.mark.parametrize("one_call", [False, True], ids=["torch's mask", "kernels' mask"])
 def test_blocks_in_one_call_are_layer_by_layer(one_call, checkpointing, monkeypatch):
     """The same masks fused, unfused and when a checkpoint computes a block again."""
-    monkeypatch.setattr(layers, "draws", lambda *_: one_call)
+    monkeypatch.setattr(calls, "draws", lambda *_: one_call)
     model, runs = made(dropout=P).train(), []
     for fuse, again in ((False, False), (True, checkpointing)):
         use_fdora(model, fuse=fuse, dropout_mode="lora")
@@ -125,7 +126,7 @@ def test_blocks_in_one_call_are_layer_by_layer(one_call, checkpointing, monkeypa
 
 @pytest.mark.parametrize("how", ["fused", "unfused", "compiled", "torch's mask"])
 def test_only_the_adapters_input_is_dropped(how, monkeypatch):
-    monkeypatch.setattr(layers, "draws", lambda *_: how != "torch's mask")
+    monkeypatch.setattr(calls, "draws", lambda *_: how != "torch's mask")
     model = without_B(made(dropout=P)).eval()
     want = model(input_ids=IDS).logits
     use_fdora(model.train(), fuse=how != "unfused", dropout_mode="lora")

@@ -20,7 +20,7 @@ from fdora import FdoraError, _norm_cache
 from fdora.autograd._ops import OPS
 from fdora.integrations import _norm
 from fdora.integrations._peft import fast_path
-from fdora.integrations._peft.layer import Dora
+from fdora.integrations._peft.dora import Dora
 from fdora.integrations.peft import disable, enable, enabled, init_magnitude, report, restore, use_fdora
 from tests.close import assert_exact
 from tests.integrations import models

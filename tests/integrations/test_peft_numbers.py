@@ -11,7 +11,7 @@ from torch import nn
 from fdora import FdoraError
 from fdora.eager.dropout import drop
 from fdora.functional import dora_norm
-from fdora.integrations._peft import layer as layers
+from fdora.integrations._peft import calls
 from fdora.integrations.peft import init_magnitude, report, use_fdora
 from fdora.quant import quantize
 from tests import reference
@@ -91,7 +91,7 @@ def test_several_active_adapters_as_peft_means_them(kind, second, how):
 
 def test_dropout_where_kernels_draw_the_mask(monkeypatch):
     """The whole layer in one call, with PEFT's formula and a mask that follows torch's seed; here on the eager backend."""
-    monkeypatch.setattr(layers, "draws", lambda dropout, x: True)
+    monkeypatch.setattr(calls, "draws", lambda dropout, x: True)
     model, x = use_fdora(build("linear", dropout=0.4)), inputs("linear")
     got = run(model, x, seed=3)
     assert path(model) == "fused"
@@ -316,7 +316,7 @@ def test_a_transposed_weight_in_a_plain_linear():
     stock, ours = both(model, x)
     same(ours, stock)
     del dora.base_layer.forward
-    assert layers.call_of(dora, x, "default", dora.lora_variant["default"]) == "a transposed base weight"
+    assert calls.call_of(dora, x, "default", dora.lora_variant["default"]) == "a transposed base weight"
 
 
 def test_a_wrong_input_is_the_base_layers_error():

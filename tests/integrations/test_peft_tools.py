@@ -106,7 +106,7 @@ def test_jit_trace(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["linear", "no_bias", "embedding", "conv2d"])
 def test_torch_onnx_exports_pefts_operators(kind, monkeypatch):
     """Its newer exporter goes through torch.export; the older one is torch.jit.trace."""
-    from fdora.integrations._peft.layer import Dora
+    from fdora.integrations._peft.dora import Dora
 
     model, x = use_fdora(build(kind)).eval(), inputs(kind).detach()
     want, seen, fall_back = model(x), [], Dora.fall_back

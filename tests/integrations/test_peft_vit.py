@@ -13,18 +13,8 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from bench.vit_model import LINEARS, TINY, GluMlp, LayerScale, vit
 from fdora.functional import opaque
-from fdora.integrations._peft.patterns import (
-    Ends,
-    Mlp,
-    Tail,
-    VitBlock,
-    block_of,
-    chain,
-    gated_of,
-    last_layers,
-    scale_of,
-    where,
-)
+from fdora.integrations._peft.blocks import Epilogue, Mlp, Tail, VitBlock, last_layers, where
+from fdora.integrations._peft.patterns import block_of, chain, gated_of, scale_of
 from fdora.integrations.peft import report, restore, use_fdora
 from tests.integrations.models import perturb
 from tests.process import run_cases
@@ -236,12 +226,12 @@ def test_what_waits_belongs_to_one_call():
     assert last_layers(block.mlp) == [block.mlp.fc2]
     gamma, N = block.ls1.gamma, TINY.width
     for ends, fits in (
-        (Ends(gamma, x), True),
-        (Ends(gamma.float(), x), False),
-        (Ends(gamma, x.float()), False),
-        (Ends(gamma[:1], x), False),
-        (Ends(gamma, x[:, :1]), False),
-        (Ends(None, x), True),
+        (Epilogue(gamma, x), True),
+        (Epilogue(gamma.float(), x), False),
+        (Epilogue(gamma, x.float()), False),
+        (Epilogue(gamma[:1], x), False),
+        (Epilogue(gamma, x[:, :1]), False),
+        (Epilogue(None, x), True),
     ):
         tail.waiting[where()] = ends
         assert (tail.take(block.attn.proj, x, N) is ends) == fits

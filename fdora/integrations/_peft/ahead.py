@@ -9,9 +9,11 @@ from torch import nn
 
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 from fdora.functional.prepared import Ahead
+from fdora.integrations._peft.blocks import Mlp
+from fdora.integrations._peft.calls import active, call_of
 from fdora.integrations._peft.fast_path import Call
-from fdora.integrations._peft.layer import Linear, active, call_of
-from fdora.integrations._peft.patterns import Mlp, act_of
+from fdora.integrations._peft.layer import Linear
+from fdora.integrations._peft.patterns import act_of
 
 
 def calls_of(model: nn.Module) -> list[Ahead]:

@@ -1,9 +1,9 @@
 """What one call of a layer is, whether dora_linear can take it, and the short way of calls that are like one before.
 
-What a layer is called with is found out once (layer.py's ``call_of``, :func:`verdict`). Where nothing about it was out of the
-ordinary it keeps a route (fdora/_plain.py): which modules were looked at, and how they were. As long as they are so, the next
-call only follows it, and asks what tensors with these facts are called by. Else it is found out again. The short way is never
-taken in a trace.
+What a layer is called with is found out once (``call_of`` of calls.py, :func:`eligibility`). Where nothing about it was out of
+the ordinary it keeps a route (fdora/_plain.py): which modules were looked at, and how they were. As long as they are so, the
+next call only follows it, and asks what tensors with these facts are called by. Else it is found out again. The short way is
+never taken in a trace.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fdora._dispatch import forced
 from fdora._plain import Entry, Names, Route
 from fdora._records import WIDTH, DropoutMode
 from fdora._torch import PLAIN, any_autocast, autocast_on, dispatch_modes, is_traced, jit_tracing
-from fdora.functional import prepared, select_backend
-from fdora.functional.prepared import check_detach, is_opaque
+from fdora.functional import DoraLayer, prepared, select_backend
+from fdora.functional.prepared import check_detach, is_opaque, linears
 from fdora.integrations._peft.sharded import HOOKS
 from fdora.quant import QuantWeight
 
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
 
-    def ends(self, layer: Any, x: Tensor) -> Any:
+    def epilogue(self, layer: Any, x: Tensor) -> Any:
         """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
         if (self.p and self.mode == "peft") or self.dtype not in (None, x.dtype):
             return None
@@ -73,7 +73,34 @@ def given_norms(calls: Sequence[Call]) -> list[Any]:
     return [call.norm() for call in calls]
 
 
-_known: dict[tuple, Any] = {}  # verdicts, and what prepared.call takes: each by all that it depends on
+def layers_of(calls: Sequence[Call], norms: Sequence[Any]) -> list[DoraLayer]:
+    """What one call takes of them. They are counted."""
+    layers = []
+    for call, c in zip(calls, norms, strict=True):
+        variant, W, A, B, m, bias, s, *_ = call
+        variant.count(FUSED)
+        layers.append(DoraLayer(W, A, B, m, s, bias, c))
+    return layers
+
+
+def how_called(call: Call) -> tuple[float, DropoutMode, torch.dtype | None]:
+    """What all layers of one call must have in common."""
+    return call.p, call.mode, call.dtype
+
+
+def keeps_inner(calls: Sequence[Call]) -> bool:
+    return any([call.variant.keep_inner for call in calls])
+
+
+def run(x: Tensor, calls: Sequence[Call], act: str = "") -> Sequence[Tensor]:
+    """y of each layer, of an MLP the one y, by one call. They have the dtype of x."""
+    p, mode, dtype = how_called(calls[0])
+    layers = layers_of(calls, given_norms(calls))
+    ys = linears(x if dtype is None else x.to(dtype), layers, p, mode, keeps_inner(calls), act)
+    return ys if dtype is None else [y.to(x.dtype) for y in ys]
+
+
+_known: dict[tuple, Any] = {}  # what eligibility said, and what prepared.call takes: each by all that it depends on
 MOST = 4096  # each may hold a plan
 
 
@@ -166,10 +193,10 @@ def owner(W: Any) -> Any:
 
 def backend_of(x: Tensor, found: Sequence[Any], act: str) -> str:
     """The backend of one call of dense layers without dropout, if nothing is left to check; else empty."""
-    return verdict(x, [Call(variant, *operands, s) for variant, s, *operands in found], bool(act))[1]  # type: ignore[call-arg]
+    return eligibility(x, [Call(variant, *operands, s) for variant, s, *operands in found], bool(act))[1]  # type: ignore[call-arg]
 
 
-def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, str]:
+def eligibility(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, str]:
     """Why dora_linear cannot take these tensors, empty where it can; and the backend that runs if nothing is left to check.
 
     Remembered by all that it looks at. All calls have the same p.
@@ -194,7 +221,7 @@ def verdict(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, s
                 return known
     made = "", ""
     for call in calls:  # no next(.., "") and no slice of a NamedTuple: Dynamo of torch 2.8 has neither
-        why = _refusal(x, call.W, call.A, call.B, call.m, call.bias, call.dtype)
+        why = _refusal(x, call)
         if why:
             made = why, ""
             break
@@ -218,11 +245,11 @@ def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
     return not mlp or calls[0].W.shape == calls[1].W.shape
 
 
-def _refusal(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> str:
-    why = unfit(x, W, A, B, m, dtype)
-    if why or isinstance(W, QuantWeight) or torch.is_autocast_enabled(W.device.type):
+def _refusal(x: Tensor, call: Call) -> str:
+    why = unfit(x, call.W, call.A, call.B, call.m, call.dtype)
+    if why or isinstance(call.W, QuantWeight) or torch.is_autocast_enabled(x.device.type):
         return why
-    if bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
+    if call.bias is not None and x.dtype == torch.float32 and select_backend(x).name == "eager":
         return "float32 with a bias, eager: the base layer's own sum keeps a fresh adapter an exact no-op"
     return ""
 

@@ -129,7 +129,7 @@ def weight_of(base: Any, kind: str, dtype: torch.dtype | None) -> QuantWeight | 
     return W if dtype in (None, W.dtype) else W.to(dtype=dtype)
 
 
-class Held:
+class WeightCache:
     """The QuantWeight of one layer, for as long as it is made from the same tensors."""
 
     def __init__(self) -> None:

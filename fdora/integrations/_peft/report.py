@@ -14,10 +14,11 @@ from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
 from fdora.functional import explain as explain_call
+from fdora.integrations._peft.dora import COMPOSED, Dora
 from fdora.integrations._peft.fast_path import FUSED
 from fdora.integrations._peft.fast_path import dtypes as unserved
-from fdora.integrations._peft.layer import COMPOSED, OURS, Dora
-from fdora.integrations._peft.quantised import Held, family
+from fdora.integrations._peft.quantised import WeightCache, family
+from fdora.integrations._peft.variants import OURS
 from fdora.quant import QuantWeight
 
 
@@ -154,7 +155,7 @@ def p_of(layer: Any, adapter: str) -> float:
     return 0.0 if adapter in layer.lora_embedding_A or type(dropout) is nn.Identity else float(getattr(dropout, "p", 0.0))
 
 
-def stored(layer: Any, held: Held) -> str:
+def stored(layer: Any, held: WeightCache) -> str:
     base = layer.get_base_layer()
     kind = family(base)
     try:

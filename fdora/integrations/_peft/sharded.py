@@ -161,8 +161,8 @@ def on_mesh(module: Any, name: str, variant: Any, x: Tensor) -> Tensor | str:
         parts = parts_of(W, *plain) if variant.detach and not p else None
         y = None if parts is None else linear(parts, variant, W, x, s, bias)
         if parts is not None and y is not None:
-            lies, width = (Shard(y.dim() - 1), W.shape[0]) if parts.rows else (Partial(), None)
-            return wrap(y, W.device_mesh, lies, width)
+            lies, shape = (Shard(y.dim() - 1), (*y.shape[:-1], W.shape[0])) if parts.rows else (Partial(), None)
+            return wrap(y, W.device_mesh, [lies], shape)
         A, B, m = factors(W, *plain)
         seed = agreed(W) if p else None
         c = variant.kept.on_mesh(W, A, B, s) if variant.detach else dora_norm(W, A, B, s=s, detach=False)
@@ -202,7 +202,7 @@ def by_style(base: Any, x: Tensor, run: Any) -> Tensor:
     (x, *_), _ = style.transform_inputs_pre_forward(base, (x,), {}, mesh)
     if not isinstance(x, DTensor):  # without a gradient it stays as it is
         rows = base._hf_tp_plan == "colwise"
-        x = wrap(x, mesh, Replicate() if rows else Shard(x.dim() - 1), None if rows else base.in_features)
+        x = wrap(x, mesh, [Replicate() if rows else Shard(x.dim() - 1)], None if rows else (*x.shape[:-1], base.in_features))
     bias = base.bias
     if base._hf_tp_plan == "rowwise" and style.should_use_local_tensors(base):
         bias = None  # the style adds it
@@ -210,14 +210,14 @@ def by_style(base: Any, x: Tensor, run: Any) -> Tensor:
     return y
 
 
-def wrap(t: Tensor, mesh: Any, lies: Any, width: int | None = None) -> Any:
+def wrap(t: Tensor, mesh: Any, lies: Sequence[Any], shape: Sequence[int] | None = None) -> Any:
+    """This process's part as a DTensor, of this shape where that is not told from the part."""
     from torch.distributed.tensor import DTensor
 
-    if width is None:
-        return DTensor.from_local(t, mesh, [lies], run_check=False)
-    shape = torch.Size((*t.shape[:-1], width))
+    if shape is None:
+        return DTensor.from_local(t, mesh, lies, run_check=False)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(t, mesh, [lies], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(t, mesh, lies, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def factors(W: Any, A: Any, B: Any, m: Any = None) -> tuple[Any, Any, Any]:
@@ -238,12 +238,10 @@ def like(W: Any, t: Any, axis: int, length: int) -> Any:
     if t is None or tuple(getattr(t, "placements", ())) == tuple(W.placements):
         return t
     mesh = W.device_mesh
-    if not isinstance(t, DTensor) and t.shape[axis] != length:
-        shape = torch.Size([length if i == axis else n for i, n in enumerate(t.shape)])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(t, mesh, W.placements, run_check=False, shape=shape, stride=stride)
     if not isinstance(t, DTensor):
-        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if t.shape[axis] != length:
+            return wrap(t, mesh, W.placements, [length if i == axis else n for i, n in enumerate(t.shape)])
+        t = wrap(t, mesh, [Replicate()] * mesh.ndim)
     return t.redistribute(placements=W.placements)
 
 
