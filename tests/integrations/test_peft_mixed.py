@@ -143,6 +143,7 @@ def test_banks_of_a_model_and_back():
         write_banks(restored, {path: read_banks(restored, ["second"])[path] for path in read_banks(restored, ["second"])})
         assert all(torch.equal(p, before[n]) for n, p in restored.named_parameters())
     base = restored.base_model.model[0].base_layer
+    assert next(iter(read_banks(restored).values())).W is base.weight
     x = torch.randn(6, K)
     A, B, m = first.params
     c = torch.where(torch.tensor(first.dora)[:, None], dora_norm(base.weight, A, B, s=first.s), 1)

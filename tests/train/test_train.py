@@ -23,9 +23,11 @@ from transformers import (
 )
 
 from fdora import FdoraError
+from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
-from fdora.jobs.causal.banks import dropped
+from fdora.jobs.causal.banks import Layer, adapted, dropped, norm_of
 from fdora.jobs.loop import Job
+from fdora.quant import quantize
 
 VOCAB = 61
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -229,6 +231,45 @@ def test_dropout_is_that_of_peft(name, monkeypatch):
     assert trained.evaluations[name][5] == pytest.approx(loss_of(stock.eval(), each.evaluation).item(), rel=2e-5)
 
 
+def test_weights_of_four_bits():
+    """nf4 of bitsandbytes. K is whole blocks: others it reads wrongly on some CPUs."""
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
+    parts = ["q_proj", "v_proj", "o_proj", "up_proj"]
+
+    def made():
+        torch.manual_seed(1)
+        base = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
+        for path, module in [*base.named_modules()]:
+            if path.rpartition(".")[2] in parts:
+                sizes = module.in_features, module.out_features
+                coded = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                coded.weight.data = module.weight.data
+                base.set_submodule(path, coded.to("cpu"))
+        base.is_loaded_in_4bit = True
+        model = get_peft_model(base, LoraConfig(r=4, use_dora=True, target_modules=parts), adapter_name="law")
+        model.add_adapter("med", LoraConfig(r=2, target_modules=parts))
+        return model
+
+    jobs = [TrainJob(Job(name, 1e-2), data_of(n, 4), batch=2) for n, name in enumerate(("law", "med"))]
+    trained = train(made(), jobs, capacity=40)
+    for each in jobs:
+        losses, _ = alone(made().train(), each)
+        assert trained.losses[each.job.name] == pytest.approx(losses, rel=2e-5)
+
+
+def test_dropout_above_codes_is_that_above_their_weight():
+    W = quantize(torch.randn(32, 64), "nf4")
+    x, bias, ends = torch.randn(1, 9, 64, requires_grad=True), torch.randn(32), torch.tensor([4, 9], dtype=torch.int32)
+    params = DoraParams(torch.randn(2, 3, 64), torch.randn(2, 32, 3), torch.rand(2, 32))
+    found = []
+    for each in (W, W.dequantize()):
+        layer = Layer(each, (2.0, 0.5), (3, 3), bias, torch.tensor([[True], [False]]), torch.tensor([0.5, 0.25]))
+        y = adapted(layer, params, norm_of(layer, params), ends, x, seed=5)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_each_adapter_has_its_ratio():
     x, ends = torch.ones(1, 3000, 8), torch.tensor([1000, 1000, 3000], dtype=torch.int32)
     found = dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0]
@@ -339,7 +380,7 @@ MODELS = {
     "an embedding": (with_adapter(target_modules=["q_proj", "embed_tokens"]), "'law' adapts linear layers alone, got 2 other"),
     "a norm": (changed(lambda m: m.get_base_model().model.norm.requires_grad_(True)), "frozen but for its adapters, got"),
     "merged": (changed(lambda m: m.merge_adapter()), "without merged adapters, got some in .*q_proj`"),
-    "codes": (changed(coded), "a plain nn.Linear below .*q_proj`, got a Coded"),
+    "codes": (changed(coded), "a weight below .*q_proj` that can be read, got a Coded"),
     "skipped": (changed(skip), "calls each adapted layer, got no call of .*layers.0.mlp.down_proj"),
     "a classifier": (classifier, "a causal model of transformers .* got a LlamaForSequenceClassification, which lacks"),
     "another adapter": (with_adapter(), "`adapters` must be names of linear adapters, got .'nobody'"),

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fdora import FdoraError
 from fdora.functional import DoraParams, dora_stack, dora_unstack
+from fdora.integrations._peft.quantised import look, weight_of
+from fdora.quant import QuantWeight
 
 
 class LayerBank(NamedTuple):
@@ -23,6 +25,8 @@ class LayerBank(NamedTuple):
     ranks: tuple[int, ...]
     dora: tuple[bool, ...]
     """Whether each has a magnitude."""
+    W: Tensor | QuantWeight | None
+    """The base layer's own weight; None where it has another product than that of a weight that can be read."""
 
 
 def banks_of(layers: Iterable[tuple[str, Any]], adapters: Sequence[str] | None) -> dict[str, LayerBank]:
@@ -40,7 +44,7 @@ def banks_of(layers: Iterable[tuple[str, Any]], adapters: Sequence[str] | None) 
         ones: Any = None if like is None else torch.ones_like(like)
         whole = [DoraParams(A, B, ones if m is None else m) for A, B, m in parts.values()]
         ranks, s = tuple(p.A.shape[0] for p in whole), tuple(float(layer.scaling[name]) for name in parts)
-        found[path] = LayerBank(tuple(parts), dora_stack(whole), s, ranks, dora)
+        found[path] = LayerBank(tuple(parts), dora_stack(whole), s, ranks, dora, weight_below(layer))
     lacking = [name for name in adapters or () if name not in seen]
     if lacking or not found:
         have = lacking or adapters
@@ -73,6 +77,15 @@ def put_banks(layers: Iterable[tuple[str, Any]], banks: dict[str, LayerBank]) ->
                 pairs.append((t, value))
     for t, value in pairs:  # all of them fit: a bank that is refused changes nothing
         t.copy_(value)
+
+
+def weight_below(layer: Any) -> Tensor | QuantWeight | None:
+    base = layer.get_base_layer()
+    kind, own_product = look(base)
+    if not kind:
+        return base.weight if type(base) is nn.Linear else None
+    W = own_product or weight_of(base, kind, None)
+    return None if isinstance(W, str) else W
 
 
 def parts_of(fn: str, path: str, layer: Any, name: str) -> tuple[Any, Any, Tensor | None]:

@@ -21,7 +21,7 @@ from fdora.jobs.causal.records import FN
 class Layer(NamedTuple):
     """A frozen linear layer with G adapters: all but their parameters."""
 
-    W: Tensor
+    W: Any  # a Tensor or a QuantWeight
     s: Tensor | Sequence[float]
     ranks: Sequence[int]
     bias: Tensor | None = None
@@ -51,11 +51,15 @@ def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor,
     """
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
-    run = partial(dora_linear_multi, W=layer.W, A=A, B=B, m=m, s=layer.s, offsets=ends, norm=norm, ranks=layer.ranks)
+    run = partial(dora_linear_multi, W=layer.W, A=A, B=B, s=layer.s, ranks=layer.ranks)
     if layer.dropout is None or seed is None:
-        return run(x, bias=layer.bias)
+        return run(x, m=m, norm=norm, offsets=ends, bias=layer.bias)
     heard = dropped(x, layer.dropout, ends, seed)
-    return linear(x - heard, layer.W, layer.bias) + run(heard)
+    if isinstance(layer.W, Tensor):
+        rest = linear(x - heard, layer.W, layer.bias)
+    else:  # tokens of no adapter: codes are what backward keeps
+        rest = run(x - heard, m=None, offsets=torch.zeros_like(ends), bias=layer.bias)
+    return rest + run(heard, m=m, norm=norm, offsets=ends)
 
 
 def dropped(x: Tensor, dropout: Tensor, ends: Tensor, seed: int) -> Tensor:
@@ -87,20 +91,19 @@ def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[
             remedy = "Embeddings, convolutions, biases and modules_to_save are trained one adapter after the other."
             raise fail(FN, "model", f"such that {name!r} adapts linear layers alone", f"{found - held} other tensors", remedy)
     for path, bank in banks.items():
-        layer = model.get_submodule(path)
+        layer, W = model.get_submodule(path), bank.W
         base = layer.get_base_layer()
-        if type(base) is not nn.Linear:
-            remedy = "Above quantised and other layers train one adapter after the other."
-            raise fail(FN, "model", f"with a plain nn.Linear below `{path}`", f"a {type(base).__name__}", remedy)
+        if W is None:
+            remedy = "Above other layers train one adapter after the other."
+            raise fail(FN, "model", f"with a weight below `{path}` that can be read", f"a {type(base).__name__}", remedy)
         rows = [names.index(name) for name in bank.adapters]
         params = DoraParams(*(None if t is None else spread(rows, len(names), t) for t in bank.params))
         drops = [getattr(layer.lora_dropout[name], "p", 0.0) for name in bank.adapters]
         own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, drops, strict=True), strict=True))
         s, ranks, dora, ratios = zip(*(own.get(row, (1.0, 1, False, 0.0)) for row in range(len(names))), strict=True)
-        W, bias = base.weight, base.bias
         which = None if params.m is None or all(dora) else torch.tensor(dora, device=W.device)[:, None]
         dropout = torch.tensor(ratios, device=W.device) if any(ratios) else None
-        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, bias, which, dropout)
+        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, base.bias, which, dropout)
         banks[path] = bank._replace(params=params)
     return layers, banks
 

@@ -51,7 +51,8 @@ def train(
 
     Args:
       model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
-        do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers.
+        do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers, or on quantised
+        ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
       capacity: the most tokens of a microbatch.
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
@@ -65,9 +66,9 @@ def train(
       The losses of all batches, those before a stop among them, and the evaluations.
 
     Raises:
-      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a quantised weight below an
-        adapter, or learns more than its linear adapters; a job has no such adapter or no data; a sample is longer than the
-        capacity; a batch has no label; the folder is of another training.
+      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a weight below an adapter that
+        cannot be read, or learns more than its linear adapters; a job has no such adapter or no data; a sample is longer than
+        the capacity; a batch has no label; the folder is of another training.
 
     Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
     norms; logits only of tokens with a label.
