@@ -87,6 +87,15 @@ def test_it_trains_saves_and_goes_on(folder, capsys):
     assert first.keys() == again.keys() and all(map(torch.equal, first.values(), again.values()))
 
 
+def test_what_diverges_is_not_saved(folder, capsys):
+    toml = folder / "jobs.toml"
+    toml.write_text(toml.read_text().replace("lr = 0.01", "lr = 1e30"))
+    assert main(["train", str(toml)]) == 1
+    said = capsys.readouterr().out
+    assert f"saved: {folder}/out/law" in said and "not saved: med, which diverged after 1 steps" in said
+    assert (folder / "out" / "law").exists() and not (folder / "out" / "med").exists()
+
+
 def test_a_prompt_has_no_labels(folder):
     from transformers import AutoTokenizer
 

@@ -308,6 +308,30 @@ def torch_file(folder, part):
     return [t for key, t in load_file(folder / "training.safetensors").items() if key.startswith(part)]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_diverges_leaves(resumed, tmp_path, caplog):
+    """The others train as without it, though their samples lie in the same microbatches."""
+    jobs, steps = jobs_of(), []
+    jobs[0] = jobs[0]._replace(job=Job("law", lambda step: 3e-3 if step < 2 else 1e30), steps=6)
+    wanted, model = train(model_of(), jobs[1:], capacity=40), model_of()
+    if resumed:
+        data = Until(jobs[2].data)
+        data.left = len(jobs[2].data) + 3
+        with pytest.raises(Stop):
+            train(model, [*jobs[:2], jobs[2]._replace(data=data)], capacity=40, folder=tmp_path, every=1)
+    found = train(model, jobs, capacity=40, folder=tmp_path, every=1, on_step=steps.append)
+    assert found.diverged == {"law": 3} and len(found.losses["law"]) == 3
+    assert "law diverged after 3 steps" in caplog.text
+    for name in ("med", "code"):
+        assert found.losses[name] == pytest.approx(wanted.losses[name], rel=2e-5)
+    before = parameters(model_of(), "law")
+    assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
+    assert not any(
+        torch.equal(p, q)
+        for p, q in zip(parameters(model, "med").values(), parameters(model_of(), "med").values(), strict=True)
+    )
+
+
 def test_the_model_is_its_own_again():
     """Under activation checkpointing; jobs in another order than the adapters, and not all of them."""
     jobs, model = jobs_of()[2:0:-1], model_of()

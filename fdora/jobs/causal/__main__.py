@@ -20,7 +20,7 @@ A line of data is JSON: {"input_ids": [...], "labels": [...]}, {"text": "..."}, 
 prompt has no labels. Texts end with the tokenizer's end of a sequence. A training that was stopped goes on when the command is
 given again. Samples, optimizers and losses are those of fdora.jobs.train.
 
-Exit status: 0; 2 for a mistake in arguments or files, with one sentence on stderr.
+Exit status: 0; 1 where an adapter diverged; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -176,10 +176,13 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         model, output = adapted(found), Path(found["output"])
         rest = {key: found[key] for key in ("every", "seed") if key in found}
-        train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", on_step=show, **rest)
-        model.save_pretrained(output)
-        print(f"saved: {', '.join(str(output / each.job.name) for each in jobs)}")
-    return 0
+        done = train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", on_step=show, **rest)
+        names = [name for name in found["jobs"] if name not in done.diverged]
+        model.save_pretrained(output, selected_adapters=names)
+        print(f"saved: {', '.join(str(output / name) for name in names)}")
+        for name, steps in done.diverged.items():
+            print(f"not saved: {name}, which diverged after {steps} steps")
+    return int(bool(done.diverged))
 
 
 if __name__ == "__main__":

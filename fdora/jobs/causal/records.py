@@ -45,9 +45,11 @@ class Step(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came of a training, by the adapters' names. The parameters are in the model."""
+    """What came of a training, by the adapters' names. The parameters are in the model, but for what diverged."""
 
     losses: dict[str, tuple[float, ...]]
     """Of each batch: mean over its labels."""
     evaluations: dict[str, dict[int, float]]
     """Steps taken -> mean loss."""
+    diverged: dict[str, int]
+    """Those that left, and the steps that they had taken."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from fdora.functional import DoraParams
 from fdora.jobs.causal.banks import Logits, check_apart, layers_of, norms_of, running
 from fdora.jobs.causal.data import Course, Packed, check_job, course_of, order_of, pack, read
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
-from fdora.jobs.loop import Model, State, Work, init_state, load, read_notes, save, train_step
+from fdora.jobs.loop import Job, Model, State, Work, init_state, load, read_notes, save, train_step
 from fdora.jobs.loop.files import FILE
 from fdora.jobs.loop.records import check_names
 
@@ -63,7 +63,8 @@ def train(
       on_step: is called with each :class:`Step`.
 
     Returns:
-      The losses of all batches, those before a stop among them, and the evaluations.
+      The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite
+      leaves, and is in the model what it was before; the others go on as if it had never been there.
 
     Raises:
       FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a weight below an adapter that
@@ -81,27 +82,25 @@ def train(
     names = [job.name for job in rows]
     check_names(FN, names)
     layers, banks = layers_of(model, names)
-    device = next(iter(layers.values())).W.device
     course, evaluations = course_of_all(jobs, capacity), [evaluation_of(jobs, a, capacity) for a in range(len(jobs))]
     keep = partial(norms_of, layers)
     state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
     empty = [[0.0] * len(batches) for batches in course.orders]
-    notes: dict[str, Any] = {"schedule": course.mark, "losses": empty, "evaluations": [[] for _ in jobs]}
+    notes: dict[str, Any] = {"schedule": course.mark, "losses": empty, "evaluations": [[] for _ in jobs], "diverged": {}}
     with running(model, layers) as logits:
-        check_apart(model, logits, state.params, state.kept, torch.full((len(jobs),), 9, dtype=torch.int32, device=device))
-        whole = Model(partial(losses_of, logits), keep)
+        ends = torch.full((len(jobs),), 9, dtype=torch.int32, device=device_of(state))
+        check_apart(model, logits, state.params, state.kept, ends)
+        plain, whole = Model(partial(losses_of, logits), keep), Model(partial(finite_losses_of, logits), keep)
         if folder is not None and (Path(folder) / FILE).exists():
             notes, state = notes_of(folder, course), load(folder, state, rows, keep)
         elif folder is not None:
             save(folder, state, rows, notes)  # a place that cannot be written is known before the work
         waiting = list[tuple[Work, Tensor]]()
         for n in progress(range(state.position, len(course.works)), "microbatches"):
-            work = course.works[n]
-            packed = pack(course, work, device)._replace(seed=seed * len(course.works) + n)
-            state, found = train_step(state, work, packed, model=whole, jobs=rows, donate=True)
+            state, found, work = advanced((plain, whole), state, course, notes, rows, seed * len(course.works) + n)
             waiting.append((work, found))
             kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
-            # to read losses is to wait for the GPU: where somebody wants them
+            # to read losses is to wait for backward: where somebody wants them
             while (kept is not None or work.due) and waiting:
                 ran, lost = waiting.pop(0)
                 for sample, share in zip(ran.samples, shares(ran, lost), strict=True):
@@ -110,7 +109,7 @@ def train(
             for a, batch in work.due:
                 step = Step(names[a], batch + 1, len(course.orders[a]), notes["losses"][a][batch], rows[a].rate(batch))
                 if is_due(jobs[a], step):
-                    step = step._replace(evaluation=evaluated(whole, state, evaluations[a], device))
+                    step = step._replace(evaluation=evaluated(plain, state, evaluations[a]))
                     notes["evaluations"][a].append([step.step, step.evaluation])
                 steps.append(step)
             if kept is not None:
@@ -119,9 +118,31 @@ def train(
                 logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
                 if on_step is not None:
                     on_step(step)
-    put_back(model, banks, state, names)
-    losses = dict(zip(names, map(tuple, notes["losses"]), strict=True))
-    return Trained(losses, dict(zip(names, map(dict, notes["evaluations"]), strict=True)))
+    left = notes["diverged"]
+    put_back(model, banks, state, names, left)
+    losses = {name: tuple(each[: left.get(name)]) for name, each in zip(names, notes["losses"], strict=True)}
+    return Trained(losses, dict(zip(names, map(dict, notes["evaluations"]), strict=True)), left)
+
+
+def advanced(
+    models: tuple[Model, Model], state: State, course: Course, notes: dict[str, Any], rows: Sequence[Job], draw: int
+) -> tuple[State, Tensor, Work]:
+    """The next microbatch, without adapters that have diverged; those that do so in it leave, and it is done again."""
+    names, device = [job.name for job in rows], device_of(state)
+    while True:
+        work = without(course.works[state.position], [names.index(name) for name in notes["diverged"]])
+        packed = pack(course, work, device)._replace(seed=draw) if work.samples else None
+        try:
+            return *train_step(state, work, packed, model=models[1], jobs=rows, donate=True), work
+        except ArithmeticError:
+            for a in diverging(models[0], state, course, work, draw):
+                notes["diverged"][names[a]] = state.steps[a]
+                logger.warning("%s diverged after %d steps and leaves: it stays as it was", names[a], state.steps[a])
+
+
+def device_of(state: State) -> torch.device:
+    """That of all layers."""
+    return next(iter(state.params.values())).A.device
 
 
 def course_of_all(jobs: Sequence[TrainJob], capacity: int) -> Course:
@@ -154,14 +175,42 @@ def losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor
     return torch.stack([own.sum() for own in each.split(packed.counts)])
 
 
+def finite_losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor:
+    """It waits for the GPU. The samples of a microbatch share products, of which a mask makes 0 times NaN: where one adapter's
+    are not finite, those of all may be NaN, and nothing may be added to anybody's gradient."""
+    losses = losses_of(logits, params, norms, packed)
+    if not bool(losses.isfinite().all()):
+        raise ArithmeticError
+    return losses
+
+
+@torch.no_grad()
+def diverging(model: Model, state: State, course: Course, work: Work, draw: int) -> list[int]:
+    """Adapters whose losses are not finite without those of the others."""
+    found = []
+    for a in dict.fromkeys(sample.adapter for sample in work.samples):
+        own = without(work, [sample.adapter for sample in work.samples if sample.adapter != a])
+        packed = pack(course, own, device_of(state))._replace(seed=draw)
+        if not bool(model.forward(state.params, state.kept, packed).isfinite().all()):
+            found.append(a)
+    return found
+
+
+def without(work: Work, adapters: Sequence[int]) -> Work:
+    kept = [each for each in zip(work.samples, work.weights, strict=True) if each[0].adapter not in adapters]
+    samples, weights = zip(*kept, strict=True) if kept else ((), ())
+    return Work(samples, weights, tuple(batch for batch in work.due if batch[0] not in adapters))
+
+
 def shares(work: Work, losses: Tensor) -> list[float]:
     """What each sample adds to the loss of its batch."""
     return (losses.double().cpu() * torch.tensor(work.weights, dtype=torch.float64)).tolist()
 
 
 @torch.no_grad()
-def evaluated(model: Model, state: State, course: Course | None, device: torch.device) -> float:
+def evaluated(model: Model, state: State, course: Course | None) -> float:
     assert course is not None
+    device = device_of(state)
     return sum(sum(shares(work, model.forward(state.params, state.kept, pack(course, work, device)))) for work in course.works)
 
 
@@ -171,15 +220,19 @@ def notes_of(folder: str | Path, course: Course) -> dict[str, Any]:
         have = f"another schedule in {folder}"
         remedy = "Pass the data, batches, epochs, seeds and capacity that it was written with, or another folder."
         raise fail(FN, "folder", "of this training, or new", have, remedy)
-    return notes
+    return {"diverged": {}} | notes
 
 
-def put_back(model: Any, banks: dict[str, Any], state: State, names: Sequence[str]) -> None:
-    """The rows of the adapters that each layer has."""
+def put_back(model: Any, banks: dict[str, Any], state: State, names: Sequence[str], left: Collection[str]) -> None:
+    """The rows of the adapters that each layer has, but for those that left."""
     from fdora.integrations.peft import write_banks
 
+    found = {}
     for path, bank in banks.items():
-        own = [names.index(name) for name in bank.adapters]
-        params: list[Any] = [None if t is None else t[own] for t in state.params[path]]
-        banks[path] = bank._replace(params=DoraParams(*params))
-    write_banks(model, banks)
+        own = [i for i, name in enumerate(bank.adapters) if name not in left]
+        rows = [names.index(bank.adapters[i]) for i in own]
+        params: list[Any] = [None if t is None else t[rows] for t in state.params[path]]
+        adapters, ranks = (tuple(each[i] for i in own) for each in (bank.adapters, bank.ranks))
+        if own:
+            found[path] = bank._replace(adapters=adapters, ranks=ranks, params=DoraParams(*params))
+    write_banks(model, found)
