@@ -24,7 +24,7 @@ from fdora.triton.kernels.compose import (
     slots_kernel,
 )
 from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.builder import Builder, asked, named
 from fdora.triton.runtime.device import cdiv, grid_of
 from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.runtime.private import NOT_AHEAD
@@ -122,7 +122,7 @@ def _gradients(
 ) -> list[tuple[Any, torch.dtype] | None]:
     """The form of each gradient that is asked for."""
     like = ((base.shape, base.dtype), (base.shape, lora.dtype), (g.shape, torch.float32), (g.shape, torch.float32))
-    return [form if need else None for form, need in zip(like, needs, strict=True)]
+    return asked(like, needs)
 
 
 # (M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base; or (L, N, P)

@@ -28,7 +28,7 @@ from fdora.triton.kernels.embedding_bwd import (
     segment_total_kernel,
 )
 from fdora.triton.op import Likes, maker, planned
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.builder import Builder, asked, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import power_of_two
@@ -124,7 +124,7 @@ def _forms(T: Any, A: Any, B: Any, m: Any, sparse: bool, needs: Sequence[bool]) 
     """Of each gradient that is asked for."""
     f32 = torch.float32
     forms = (((T, A.shape[0]), f32) if sparse else (A.shape, A.dtype), (B.shape, B.dtype), (m.shape, m.dtype), (m.shape, f32))
-    return [form if need else None for form, need in zip(forms, needs, strict=True)]
+    return asked(forms, needs)
 
 
 embedding_backward, _backward = planned(

@@ -217,14 +217,13 @@ def plan_backward(
     pre_scale: tuple[bool, ...],
     need_x: bool,
     needs: tuple[bool, ...],
-    text: tuple[str, ...] = (),
-    numbers: tuple[int, ...] = (),
+    *coded: Any,
 ) -> None:
     """likes: each dy, what is kept of each y, the operands."""
     n = len(pre_scale)
     plan.name = plan.name if n == 1 else f"backward of {n} layers on one x"
     dys, kept = ([*map(plan.tokens, some)] for some in (likes[:n], likes[n : 2 * n]))
-    layers = read_layers(plan, x.dtype, likes[2 * n :], n, text, numbers)
+    layers = read_layers(plan, x.dtype, likes[2 * n :], n, *coded)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
     dx = plan.result_tokens("dx", 0, x.shape[1], x.dtype) if need_x else None
     grads, hs, drops = result_grads(plan, layers, needs), columns_of_h(h, layers), [Dropout(p, mode)] * n

@@ -114,11 +114,10 @@ def plan_forward(
     saves: tuple[str, ...],
     same_s: bool,
     act: str,
-    text: tuple[str, ...] = (),
-    numbers: tuple[int, ...] = (),
+    *coded: Any,
 ) -> None:
     t, dropout = x.dtype, Dropout(p, mode)
-    layers = read_layers(plan, t, likes, 3, text, numbers)
+    layers = read_layers(plan, t, likes, 3, *coded)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     y, h, h_down, gate, up, *before = plan.wanted(NAMES, _forms(plan.inputs[0], layers, saves, mode))
     wide, norms = (x.shape[0], layers[0].W.shape[0]), norms_of(plan, layers)
@@ -161,13 +160,12 @@ def plan_backward(
     act: str,
     need_x: bool,
     needs: tuple[bool, ...],
-    text: tuple[str, ...] = (),
-    numbers: tuple[int, ...] = (),
+    *coded: Any,
 ) -> None:
     """likes: what is saved, and the operands."""
     t, dropout = x.dtype, Dropout(p, mode)
     saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[:8]))
-    layers = read_layers(plan, t, likes[8:], 3, text, numbers)
+    layers = read_layers(plan, t, likes[8:], 3, *coded)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     dx = plan.result_tokens("dx", 1, x.shape[1], t) if need_x else None
     grads, (_, kept, has_pre) = result_grads(plan, layers, needs), saved.apart()

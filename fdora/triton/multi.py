@@ -46,7 +46,7 @@ from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
 from fdora.triton.multi_table import multi_table, takes_table
 from fdora.triton.op import Likes, maker, planned
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, asked
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
 
@@ -161,7 +161,7 @@ def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> list[Any]:
     W, A, B, m, f32 = bank.W, bank.A, bank.B, (bank.A.shape[0], bank.B.shape[1]), torch.float32
     of_m = None if bank.m is None else (m, bank.m.dtype)
     forms = ((x.shape, x.dtype), (A.shape, A.dtype), (B.shape, B.dtype), of_m, (m, f32), (W.shape[:-1], f32))
-    return [form if need else None for form, need in zip(forms, needs, strict=True)]
+    return asked(forms, needs)
 
 
 multi, _multi = planned(

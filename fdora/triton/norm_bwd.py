@@ -36,7 +36,7 @@ from fdora.triton.kernels.norm_bwd import (
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.builder import Builder, asked, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
 from fdora.triton.runtime.private import NOT_AHEAD
@@ -236,7 +236,7 @@ def block_of(R: int) -> int:
 
 def _forms(A: Any, B: Any, needs: Sequence[bool]) -> list[Any]:
     """Of each gradient that is asked for."""
-    return [(like.shape, like.dtype) if need else None for like, need in zip((A, B), needs, strict=True)]
+    return asked(((A.shape, A.dtype), (B.shape, B.dtype)), needs)
 
 
 norm_backward, _norm_backward = planned(

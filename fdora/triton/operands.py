@@ -60,7 +60,7 @@ def forms_norm(la: Any) -> bool:
 
 
 def read_layers(
-    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str], numbers: Sequence[int]
+    plan: Builder, dtype: torch.dtype, likes: Likes, count: int, text: Sequence[str] = (), numbers: Sequence[int] = ()
 ) -> list[Any]:
     """The last arguments of a plan: the operands of so many layers, then the tensors of each W of codes."""
     layers = [_read_layer(plan, dtype, likes[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
@@ -75,15 +75,7 @@ def read_layers(
 def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
     W, A, B, m, c, bias, seed = likes
     weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
-    parts: Any = (
-        weight,
-        plan.operand(A),
-        plan.operand(B),
-        plan.vector(m),
-        plan.vector(c),
-        plan.vector(bias),
-        plan.matrix(seed),
-    )
+    parts: Any = (weight, *map(plan.operand, (A, B)), *map(plan.vector, (m, c, bias)), plan.matrix(seed))
     return Operands(*parts)
 
 

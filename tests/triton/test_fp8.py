@@ -6,14 +6,14 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
-from fdora.functional import dora_linear
+from fdora.functional import dora_linear, dora_norm
 from fdora.triton import fp8
 from fdora.triton.fp8 import _quantised
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, layer, x_of
+from tests.functional.test_fp8 import S, layer, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
@@ -81,6 +81,24 @@ def test_the_same_layer(kind, M, N, K, r, by):
         assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
     with torch.no_grad():
         assert torch.equal(dora_linear(x, *t, s=S, bias=b, compute="fp8", backend="triton"), results[0][0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("w_scale, x_size", [(0.0, 1.0), (1e-24, 6e-8)])
+def test_a_block_of_next_to_nothing(w_scale, x_size, by):
+    """Beside large ones, with others like it behind it and before it."""
+    W, A, B, m = layer("block", 128, 640, dtype=HALF)
+    scales = W.tensors[1].view(5)
+    scales.mul_(2**16)
+    scales[[0, 2, 3]] = w_scale
+    x = x_of(LIMIT + 3, K=640, dtype=HALF).detach().abs() + 1
+    x[:, 128:256] = 6e4
+    x[:, 256:512] *= x_size
+    c = dora_norm(W, A / 1024, B, s=S)
+    y = dora_linear(x, W, A / 1024, B, m / 2**8, s=S, norm=c, compute="fp8", backend="triton").detach()
+    base = rounded(x, 128) @ W.dequantize(torch.float64).T
+    want = (m / 2**8 / c).detach() * (base + S * x.double() @ (A / 1024).detach().double().T @ B.detach().double().T)
+    assert rel_l2(y, want) < 2e-3
 
 
 @needs_kernels

@@ -10,6 +10,8 @@ from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, halves
 from fdora.triton.runtime.cost import ANY_LENGTH, launched
 
+LEAST = tl.constexpr(2.0**-80)  # sums of 2^32 in units of the largest scale are finite, and what is lost is below 2^-55
+
 
 @triton.jit
 def _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -59,15 +61,19 @@ def _scaled_codes(
     BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """x w^T of e4m3 codes, times their scales. Where each BLOCK_K columns of x have their own, the sum is kept in units of the
-    scale of the next: beside a second sum registers would hold half a tile, and no second program."""
+    scale of the next: beside a second sum registers would hold half a tile, and no second program. In units of a scale far
+    below others the sum might not be finite, so none counts as less than LEAST of the largest before it."""
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BK:
         at_w = w_scale + (col // BN).to(tl.int64) * groups
-        scale = _scale_of(x_scale, at_w, t, t < M)
+        scale = tl.maximum(_scale_of(x_scale, at_w, t, t < M), 1e-30)  # never 0: sums are divided by it
+        least = scale * LEAST
         for k0 in range(0, K, BLOCK_K):
             after = tl.minimum(k0 + BLOCK_K, (K - 1) // BLOCK_K * BLOCK_K)
             following = _scale_of(x_scale + after // BLOCK_K * M, at_w + after // BK, t, t < M)  # on its way meanwhile
+            least = tl.maximum(least, following * LEAST)
+            following = tl.maximum(following, least)
             acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc) * (scale / following)[:, None]
             scale = following
         acc *= scale[:, None]
@@ -81,8 +87,7 @@ def _scaled_codes(
 
 @triton.jit
 def _scale_of(by_t, by_n, t, mask):
-    """Never 0: sums are divided by it."""
-    return tl.maximum(tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n), 1e-30)
+    return tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n)
 
 
 @triton.jit(**ANY_LENGTH)

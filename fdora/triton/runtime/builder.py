@@ -193,6 +193,11 @@ class Builder:
         )
 
 
+def asked(forms: Iterable[Any], needs: Iterable[bool]) -> list[Any]:
+    """The forms of results that are needed, None of others."""
+    return [form if need else None for form, need in zip(forms, needs, strict=True)]
+
+
 def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
     """What has an order of its own, as parameters of a kernel."""
     return dict(zip(names.split(), values, strict=True))
