@@ -1,6 +1,6 @@
 """Who runs, and why: the argument, the context, the environment variable, then the rule."""
 
-import importlib
+import importlib.util
 import warnings
 
 import pytest
@@ -52,34 +52,30 @@ def test_context_nests_and_restores():
     assert "asked" not in select_backend("cuda", torch.float32).reason
 
 
-def test_environment():
-    code = "from fdora.functional import select_backend; import torch; print(select_backend(torch.ones(1)).reason)"
-    run = python("-c", code, FDORA_BACKEND="eager")
-    assert run.stdout.strip() == "asked for by fdora.backend or FDORA_BACKEND"
+@pytest.mark.parametrize(("name", "wish"), [("eager", "eager"), ("auto", "auto"), ("", "auto")])
+def test_environment(name, wish, monkeypatch):
+    """It is read once, at import. An empty variable is no wish."""
+    monkeypatch.setenv("FDORA_BACKEND", name)
+    spec = importlib.util.find_spec("fdora._dispatch")
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert anew.forced() == wish
 
 
-@pytest.mark.parametrize("name", ["dora_linear", "dora_compose"])
-def test_the_interpreter_is_refused_bfloat16(name):
+def test_the_interpreter_is_refused_bfloat16():
     """It would multiply wrongly."""
     pytest.importorskip("triton")
     code = (
-        "import sys, torch; from fdora import FdoraError; import fdora.functional as F\n"
+        "import torch; from fdora import FdoraError; import fdora.functional as F\n"
         "t = {k: torch.ones(*s).bfloat16() for k, s in dict(x=(2, 16), W=(16, 16), A=(4, 16), B=(16, 4), m=(16,)).items()}\n"
-        "try:\n"
-        "    F.dora_compose(t['W'], t['W'], t['m'].float(), s=1.0, backend='triton') if sys.argv[1] == 'dora_compose' else "
-        "F.dora_linear(**t, s=1.0, backend='triton')\n"
-        "except FdoraError as error:\n"
-        "    print(error)\n"
+        "for call in (lambda **how: F.dora_linear(**t, **how), lambda **how: F.dora_compose(t['W'], t['W'], t['m'].float(), **how)):\n"
+        "    try:\n"
+        "        call(s=1.0, backend='triton')\n"
+        "    except FdoraError as error:\n"
+        "        print(error)\n"
     )
-    run = python("-c", code, name, TRITON_INTERPRET="1")
-    assert "must be eager for torch.bfloat16 tensors" in run.stdout, run.stderr
-
-
-@pytest.mark.parametrize("name", ["", "auto"])
-def test_an_empty_environment_variable_is_no_wish(name):
-    code = "import fdora._dispatch as d; print(d.forced())"
-    run = python("-c", code, FDORA_BACKEND=name)
-    assert run.returncode == 0 and run.stdout.strip() == "auto", run.stderr
+    run = python("-c", code, TRITON_INTERPRET="1")
+    assert run.stdout.count("must be eager for torch.bfloat16 tensors") == 2, run.stdout + run.stderr
 
 
 def test_compiled_code_follows_the_context():
@@ -176,31 +172,46 @@ def test_obstacles(monkeypatch):
     assert _ops.obstacle(torch.device("cuda")) == "this machine has no GPU"
 
 
-@pytest.mark.parametrize(
-    ("broken", "reason"),
-    [
-        ("raise ImportError('libcuda.so.1: cannot open')", "Triton cannot be used (ImportError: libcuda.so.1: cannot open)"),
-        ("raise OSError", "Triton cannot be used (OSError)"),
-        ("", "Triton cannot be used (AttributeError: "),  # an empty package
-        ("__version__ = '3.3.1'", "Triton cannot be used (ImportError: version 3.3.1 is too old, fdora needs 3.4)"),
-        ("__version__ = '3.9.0'", "Triton cannot be used ("),
-        (None, "Triton is not installed"),
-    ],
-)
-def test_no_crash_at_import_of_a_broken_triton(broken, reason, tmp_path):
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton/__init__.py").write_text(broken or "")
-    hide = "sys.modules['triton'] = None" if broken is None else f"sys.path.insert(0, {str(tmp_path)!r})"
-    code = (
-        f"import sys; {hide}\n"
-        "import torch; torch.version.cuda = '13.0'  # as a torch for GPUs\n"
-        "import fdora.functional as F\n"
-        "W, A, B = torch.eye(3), torch.ones(1, 3), torch.ones(3, 1)\n"
-        "print(F.dora_linear(torch.ones(3), W, A, B, torch.ones(3), s=1.0).shape, F.select_backend('cuda', torch.float32))"
-    )
-    run = python("-W", "error::RuntimeWarning", "-c", code, TRITON_INTERPRET=None, FDORA_BACKEND=None)
-    assert run.returncode == 0, run.stderr
-    assert "torch.Size([3])" in run.stdout and reason in run.stdout and "name='eager'" in run.stdout
+# what a package named triton holds (None: there is none), and what is said of it
+BROKEN = {
+    "raise ImportError('libcuda.so.1: cannot open')": "Triton cannot be used (ImportError: libcuda.so.1: cannot open)",
+    "raise OSError": "Triton cannot be used (OSError)",
+    "": "Triton cannot be used (AttributeError: ",
+    "__version__ = '3.3.1'": "Triton cannot be used (ImportError: version 3.3.1 is too old, fdora needs 3.4)",
+    "__version__ = '3.9.0'": "Triton cannot be used (",
+    None: "Triton is not installed",
+}
+EACH = """
+import os, sys
+import torch
+assert "triton" not in sys.modules
+torch.version.cuda = "13.0"  # as a torch for GPUs
+for folder in sys.argv[1:]:
+    if os.fork():  # of torch, which takes seconds to import
+        os.wait()
+        continue
+    if os.path.exists(folder):
+        sys.path.insert(0, folder)
+    else:
+        sys.modules["triton"] = None
+    import fdora.functional as F
+
+    W, A, B = torch.eye(3), torch.ones(1, 3), torch.ones(3, 1)
+    print(F.dora_linear(torch.ones(3), W, A, B, torch.ones(3), s=1.0).shape, F.select_backend("cuda", torch.float32), flush=True)
+    os._exit(0)
+"""
+
+
+def test_no_crash_at_import_of_a_broken_triton(tmp_path):
+    for i, code in enumerate(BROKEN):
+        if code is not None:
+            (tmp_path / f"{i}/triton").mkdir(parents=True)
+            (tmp_path / f"{i}/triton/__init__.py").write_text(code)
+    folders = [tmp_path / str(i) for i in range(len(BROKEN))]
+    run = python("-W", "error::RuntimeWarning", "-c", EACH, *folders, TRITON_INTERPRET=None, FDORA_BACKEND=None)
+    assert run.returncode == 0 and run.stdout.count("\n") == len(BROKEN), run.stdout + run.stderr
+    for said, reason in zip(run.stdout.splitlines(), BROKEN.values(), strict=True):
+        assert "torch.Size([3])" in said and reason in said and "name='eager'" in said, said
 
 
 REMOVE = """
