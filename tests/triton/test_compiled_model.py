@@ -80,17 +80,17 @@ class Graphs:
         return make_boxed_func(graph.forward)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_in_one_graph(family, norms):
+@pytest.mark.parametrize(("family", "layers"), [("llama", LAYERS), ("qwen3", 1)])
+def test_a_model_in_one_graph(family, layers, norms):
     """Three nodes for each block, one op for all norms; what changes in place is seen without a new graph."""
-    model, graphs = made(family), Graphs()
+    model, graphs = made(family, layers=layers), Graphs()
     compiled = torch.compile(model, backend=graphs.backend, fullgraph=True)
     for _ in range(2):
         assert_close(step(compiled, model), step(model, model))
         change(model)
     assert graphs.ops == [
-        {"model_norms": 1, "linear": 2 * LAYERS, "mlp": LAYERS},
-        {"linear_backward": 2 * LAYERS, "mlp_backward": LAYERS},
+        {"model_norms": 1, "linear": 2 * layers, "mlp": layers},
+        {"linear_backward": 2 * layers, "mlp_backward": layers},
     ]
     assert norms.counts() == {"model in place": 2, "model": 2}
     assert all(layer.lora_variant["default"].shared.waiting is None for layer in attentions(model))
@@ -132,7 +132,7 @@ def test_norms_of_a_graph_are_never_stale():
 
 
 def test_two_forwards_before_their_backwards():
-    model = made()
+    model = made(layers=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def gradients(run):
@@ -170,7 +170,7 @@ def test_checkpoint_around_compiled_blocks(norms):
     """torch's own checkpoint around each: recomputation finds the tensors that forward kept, of the same shapes."""
     from torch.utils.checkpoint import checkpoint
 
-    model = made()
+    model = made(layers=1)
     want = step(model, model)
     compile_blocks(model)
     for each in blocks(model):
@@ -183,7 +183,7 @@ def test_checkpoint_around_compiled_blocks(norms):
 
 def test_blocks_that_are_compiled_alone(norms):
     """They ask what the model's hook computed; two graphs serve all: the first block's input needs no gradient."""
-    model, graphs = made(layers=4), Graphs()
+    model, graphs = made(layers=3), Graphs()
     compile_blocks(model, graphs.backend)
     for _ in range(2):
         norms.launches.clear()
@@ -206,7 +206,7 @@ def want_of(model):
 
 
 def test_a_compiled_block_outside_of_a_forward_looks_after_itself(norms):
-    model = made()
+    model = made(layers=1)
     compile_blocks(model)
     step(model, model)
     block, x = blocks(model)[0], torch.randn(1, 4, 64, device=device.NAME, dtype=HALF[0])
@@ -223,7 +223,7 @@ def test_a_compiled_block_outside_of_a_forward_looks_after_itself(norms):
 
 def test_a_graph_break_between_q_and_v():
     """What the first graph left is for no other: k and v run by themselves, and nothing waits at the end."""
-    model = made()
+    model = made(layers=1)
 
     def broken(self, x):
         torch._dynamo.graph_break()
