@@ -153,6 +153,13 @@ def check_s(fn: str, s: float) -> None:
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
 
 
+def check_weight(fn: str, W: Any) -> Iterable[int]:
+    """A matrix of a floating dtype; its sizes N and K."""
+    sizes = check_shapes(fn, {"W": "N K"}, {"W": W})
+    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    return sizes.values()
+
+
 def check_operands(fn: str, tensors: dict[str, Any], remedy: str = "Keep it as dora_norm returns it.") -> None:
     """Devices and dtypes of W, A, B and what else there is, by the arguments' names; ``remedy``: of a norm in another dtype."""
     W = tensors["W"]
@@ -204,18 +211,22 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     return None if found is None else (fn, found)
 
 
-def once(fn: str, tensors: tuple[Any, ...], scalars: Iterable[Any], check: Callable[[], object], door: bool = True) -> bool:
+def once(
+    fn: str, tensors: tuple[Any, ...], scalars: Iterable[Any], check: Callable[[], object], door: bool = True, W: Any = None
+) -> bool:
     """Calls ``check`` unless such a call passed it before: checks of shapes, dtypes and devices are a third of a small layer's
-    host time. With a ``door`` for DTensors: whether there are any among them, whose parts are checked in their turn.
+    host time. With a ``door`` for DTensors: whether there are any among them, whose parts are checked in their turn. ``W``: it
+    is frozen, in every call.
     """
     key = key_of(fn, tensors, *scalars)
-    if key is not None and key in _passed:  # a compiler that reads the set compiles anew whenever it grew
-        return False
-    if door and is_sharded(*tensors):
-        return True
-    check()
-    if key is not None:
-        if len(_passed) >= MAX_PASSED:
-            _passed.clear()
-        _passed.add(key)
+    if key is None or key not in _passed:  # a compiler that reads the set compiles anew whenever it grew
+        if door and is_sharded(*tensors):
+            return True
+        check()
+        if key is not None:
+            if len(_passed) >= MAX_PASSED:
+                _passed.clear()
+            _passed.add(key)
+    if W is not None and W.requires_grad:
+        check_frozen(fn, "W", W)
     return False

@@ -359,17 +359,8 @@ HIDDEN = {
 }
 # What integrations use of fdora.functional beside its public names.
 INNER = {
-    *(
-        "_ends.folded",
-        "_ends.loses_inner",
-        "_tree.Part",
-        "_tree.kept_norms",
-        "_tree.no_norms",
-        "_tree.tables",
-    ),
-    *("conv.kernel_rows", "linear.attached", "linear.bound_linears", "linear.check_detach", "linear.checked_linears"),
-    *("mlp.bound_mlp", "mlp.checked_mlp", "norm.guarded_norm", "norm.kept_norms", "opaque.is_opaque"),
-    *("opaque.linears", "opaque.scale_slots"),
+    *("_tree.Part", "_tree.kept_norms", "_tree.no_norms", "_tree.tables"),
+    *("norm.guarded_norm", "norm.kept_norms", "opaque.scale_slots"),
 }
 
 

@@ -27,15 +27,14 @@ class Compose(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        base, lora, g, bias, ctx.s, ctx.delta, ctx.backend = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(base, lora, g)
+        *halves, _, ctx.s, ctx.delta, ctx.backend = inputs
+        ctx.save_for_backward(*halves)
 
     @staticmethod
     def backward(ctx: Any, dy):
         needs = tuple(ctx.needs_input_grad[:4])
         rest = *ctx.saved_tensors, ctx.s, ctx.delta, needs
         compute = OPS[ctx.backend].compose_bwd
-        dbase, dlora, dg, dbias = gradients_of("dora_compose and dora_delta", needs, compute, dy, *rest)
-        #      base   lora   g   bias                                              s     delta backend
-        return dbase, dlora, dg, dbias if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
+        grads = gradients_of("dora_compose and dora_delta", needs, compute, dy, *rest)  # autograd casts that of bias
+        #      base lora g bias  s     delta backend
+        return *grads, None, None, None

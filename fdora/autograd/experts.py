@@ -12,7 +12,7 @@ from fdora._torch import apply
 from fdora.autograd._ops import OPS, autocast_off, gradients_of, reread
 from fdora.autograd.multi import REMEDY, Tokens, bank_of
 from fdora.autograd.multi import Call as BankCall
-from fdora.autograd.weight import Specs, flat_of, specs_of
+from fdora.autograd.weight import Specs, flat_of, layers_of, specs_of
 from fdora.eager.experts import ACTS as ACTS
 
 
@@ -101,14 +101,7 @@ class Call(NamedTuple):
     """Of quantised weights; :func:`experts_mlp` fills it in."""
 
     def bank(self, i: int) -> BankCall:
-        own = None if self.specs is None or self.specs[i] is None else (self.specs[i],)
-        return BankCall(None, 0.0, self.saves[i], self.backend, own, "dora_experts_mlp", True)
-
-    def packed(self, i: int) -> slice:
-        """Where what is stored of the W of a layer stands among flat operands."""
-        counts = [0 if self.specs is None or spec is None else spec.count for spec in self.specs or (None, None)]
-        first = 2 * WIDTH + sum(counts[:i])
-        return slice(first, first + counts[i])
+        return BankCall(None, 0.0, self.saves[i], self.backend, None, "dora_experts_mlp", True)
 
 
 class Mlp(torch.autograd.Function):
@@ -192,8 +185,7 @@ def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -
 
 
 def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype) -> Any:
-    own = (*flat[i * WIDTH : (i + 1) * WIDTH], *flat[call.packed(i)])
-    return bank_of(call.bank(i), Tokens(s, offsets), own, dtype)
+    return bank_of(call.bank(i), Tokens(s, offsets), layers_of(flat, call.specs)[i], dtype)
 
 
 def experts_mlp(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import WIDTH, Bank, BankNeeds, Operands
+from fdora._records import Bank, BankNeeds, Operands
 from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, gradients_of, reread
-from fdora.autograd.weight import Specs, dense_in, flat_of, specs_of
+from fdora.autograd.weight import Specs, dense_in, flat_of, layers_of, specs_of
 from fdora.eager._matmul import is_plain
 from fdora.eager.linear import as_matrix
 from fdora.quant import QuantWeight
@@ -46,13 +46,12 @@ class Call(NamedTuple):
 
 def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters; of experts these too."""
-    specs = specs_of([bank])
-    call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn, call.experts)
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
-        ready = bank_of(call, tokens, tuple(flat_of([bank], specs)), x.dtype)
-        y: Tensor = OPS[call.backend].multi_fwd(flat, ready, False)[0]
+        y: Tensor = OPS[call.backend].multi_fwd(flat, bank_of(call, tokens, bank, x.dtype), False)[0]
     else:
+        specs = specs_of([bank])
+        call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn, call.experts)
         y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -107,15 +106,13 @@ def experts_norm(
         return quant.stack_norms(W, A, B, s, backend, wanted)
 
 
-def bank_of(call: Any, tokens: Tokens, flat: Sequence[Any], dtype: torch.dtype) -> Bank:
-    """``flat``: operands of one layer, then what is stored of its W. W is dense and in the dtype of the products: codes are
-    decoded here, and autocast's copy is made once for all."""
-    W, A, B, m, c, bias, seed = flat[:WIDTH]
+def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype) -> Bank:
+    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
+    W, A, B, m, c, bias, seed = layer
     assert A is not None and B is not None
-    if call.specs is not None:
+    if isinstance(W, QuantWeight):
         lazily = call.experts and call.backend == "eager"  # the products round W[e]: no copy of all W stands beside what f gave
-        spec = call.specs[0]
-        W = quant.decoded(spec.weight(flat[WIDTH:])) if lazily else dense_in(spec, flat[WIDTH:], dtype, call.backend)
+        W = quant.decoded(W) if lazily else dense_in(W.spec, W.tensors, dtype, call.backend)
         W = W.unflatten(0, tuple(B.shape[:2])) if call.experts else W
         dtype = W.dtype if lazily else dtype
     return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, *tokens, seed, call.ranks, call.p)
@@ -130,7 +127,8 @@ class Multi(torch.autograd.Function):
     def forward(x: Tensor, call: Call, s: Tensor, offsets: Any, order: Any, ids: Any, *flat: Tensor | None) -> Any:
         tokens = Tokens(s, offsets, order, ids)
         with autocast_off(x):
-            y, h, kept = OPS[call.backend].multi_fwd(x, bank_of(call, tokens, flat, x.dtype), call.save_for_dm)
+            bank = bank_of(call, tokens, layers_of(flat, call.specs)[0], x.dtype)
+            y, h, kept = OPS[call.backend].multi_fwd(x, bank, call.save_for_dm)
         return y, h, *kept
 
     @staticmethod
@@ -158,9 +156,10 @@ class Multi(torch.autograd.Function):
 
 def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *saved: Any) -> Any:
     h, *rest = saved
-    kept, tokens, flat = rest[:count], Tokens(*rest[count : count + 4]), rest[count + 4 :]
+    kept, tokens, layer = rest[:count], Tokens(*rest[count : count + 4]), layers_of(rest[count + 4 :], call.specs)[0]
     if tokens.ids is not None:  # what forward left in their order
-        offsets, order, _ = route(tokens.ids, flat[1].shape[0], call.backend)
+        assert layer.A is not None
+        offsets, order, _ = route(tokens.ids, layer.A.shape[0], call.backend)
         tokens, h = Tokens(tokens.s, offsets, order), h[order]
         kept = [kept[0][order], kept[1]] if count == 2 else kept
-    return OPS[call.backend].multi_bwd(dy, x, bank_of(call, tokens, flat, x.dtype), h, tuple(kept), needs)
+    return OPS[call.backend].multi_bwd(dy, x, bank_of(call, tokens, layer, x.dtype), h, tuple(kept), needs)

@@ -131,7 +131,9 @@ def gradients(
 ) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of each layer."""
     ops, (parts, kept, pre_scale) = OPS[call.backend], saved
-    operands = layers_of(flat, call.specs, x.dtype, call.backend)
+    operands: Sequence[Operands] = layers_of(flat, call.specs)
+    if call.specs is not None:
+        operands = readable(operands, x.dtype, call.backend)
     if call.act is not None:
         of_mlp, dy = SavedMlp.joined(parts, kept, pre_scale), dys[0]
         assert dy is not None
@@ -169,7 +171,9 @@ class Layers(torch.autograd.Function):
         residual = None
         if call.residual:
             *flat, residual = flat  # type: ignore[assignment]
-        operands = layers_of(flat, call.specs, x.dtype, call.backend, call.fp8)
+        operands: Sequence[Operands] = layers_of(flat, call.specs)
+        if call.specs is not None and not call.fp8:  # which reads the codes itself
+            operands = readable(operands, x.dtype, call.backend)
         with autocast_off(x):
             ys, parts, kept, pre_scale, norms = forward(x, operands, call, residual)
         # vmap carries no None out of a Function: an empty vector says it

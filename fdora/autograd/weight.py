@@ -43,9 +43,8 @@ def with_weight(la: Operands, W: Any) -> Operands:
     return Operands(W, la.A, la.B, la.m, la.c, la.bias, la.seed)
 
 
-def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: str, codes: bool = False) -> list[Operands]:
-    """The operands again, as the backend takes them: a W that it cannot read is dense, in the dtype of the products; not
-    where the call reads ``codes`` itself."""
+def layers_of(flat: Sequence[Any], specs: Specs) -> list[Operands]:
+    """The operands again, a quantised W as a value."""
     if len(flat) == WIDTH:
         return [Operands(*flat)]
     if specs is None:
@@ -54,20 +53,18 @@ def layers_of(flat: Sequence[Any], specs: Specs, dtype: torch.dtype, backend: st
     for i, spec in enumerate(specs):
         la = Operands(*flat[i * WIDTH : (i + 1) * WIDTH])
         if spec is not None:
-            W = spec.weight(flat[at : at + spec.count])
-            la = with_weight(la, W if codes else _readable(W, dtype, backend))
+            la = with_weight(la, spec.weight(flat[at : at + spec.count]))
             at += spec.count
         layers.append(la)
     return layers
 
 
 def readable(layers: Sequence[Operands], dtype: torch.dtype, backend: str) -> Sequence[Operands]:
-    """The same where nothing is saved."""
-    return [with_weight(la, _readable(la.W, dtype, backend)) if isinstance(la.W, QuantWeight) else la for la in layers]
-
-
-def _readable(W: QuantWeight, dtype: torch.dtype, backend: str) -> QuantWeight | Tensor:
-    return W if is_decoded(W.spec, backend) else W.dequantize(dtype)
+    """As the backend takes them: a W that it cannot read is dense, in the dtype of the products."""
+    return [
+        la if not isinstance(la.W, QuantWeight) or is_decoded(la.W.spec, backend) else with_weight(la, la.W.dequantize(dtype))
+        for la in layers
+    ]
 
 
 def forms_norm(W: Any, backend: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fdora._records import Dropout, Operands, Options, Saved
-from fdora.eager.linear import as_matrix, linear_fwd, own
+from fdora.eager.linear import as_matrix, linear_fwd, shaped
 from fdora.eager.norm import blocks, default_bytes
 from fdora.quant import Codes8, QuantWeight
 
@@ -31,8 +31,7 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     # The value before g is what q(x) gave: backward, which has x and the decoded W, could not form it again.
     o = o if o.save == "nothing" else Options(o.s, "pre_scale")
     y, h, v = linear_fwd(flat, la, o, drop, None, base=base_of(flat, la.W))
-    y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
-    return [y], Saved(h, (v,), (v is not None,))
+    return [shaped(y, x)], Saved(h, (v,), (v is not None,))
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def layers_fwd(
         else:
             y, h, v = linear_fwd(flat, la, o, drop, next(given), None if residual is None else as_matrix(residual))
             hs.append(h)
-        ys.append(y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1])))
+        ys.append(shaped(y, x))
         kept.append(ys[-1] if v is None and o.save != "nothing" else v)
         pre_scale.append(v is not None)
     if shared is None and hs:
@@ -126,6 +126,11 @@ def as_matrix(x: Tensor) -> Tensor:
 def own(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Autograd forbids callers to write over a view that a Function returns; over a tensor of its own they may."""
     return unsafe_view(y, shape) if is_plain(y) and y.is_contiguous() else y.reshape(shape)
+
+
+def shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y (M, N) with the leading axes of x."""
+    return y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def linear_fwd(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdora._records import Bound, Dropout, Grads, Needs, Operands, Options, Saved, SavedMlp, layers_in
 from fdora.eager.act import Act, act_bwd, act_fwd
-from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, own
+from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, shaped
 
 
 def mlp_fwd(
@@ -24,7 +24,7 @@ def mlp_fwd(
     (y,), below = layers_fwd(act_fwd(gate, up, act), layers[2:], options[2:], drop)
     pre = [v if has else None for v, has in zip((*saved.kept, *below.kept), (*saved.pre_scale, *below.pre_scale), strict=True)]
     outputs = [v if before is None or drop.mode == "peft" else None for v, before in zip((gate, up), pre[:2], strict=True)]
-    y = y if x.dim() == 2 else own(y, (*x.shape[:-1], y.shape[-1]))
+    y = shaped(y, x)
     kept = y if pre[2] is None and options[2].save != "nothing" else None
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
 

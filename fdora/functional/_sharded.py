@@ -9,7 +9,7 @@ Of storage of FSDP A is gathered (4 r K bytes), B lies there already. Of W nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,11 @@ from fdora.functional.norm_state import NormHow, NormState, ShardNormState, chec
 
 def linear(call: Callable, x: Any, layer: DoraLayer, p: float, seed: Any, origin: Any, **rest: Any) -> Any:
     fn = "dora_linear"
-    (lay,) = _layouts(fn, x, {fn: layer})
-    la, bias = local_layer(fn, lay, layer, _norm_of(fn, rest["backend"]))
+    (lay,) = lays = _layouts(fn, x, {fn: layer})
+    ((la, bias),) = _local_layers([fn], lays, [layer], rest["backend"])
     at = _origin(fn, lay, x, p, seed, origin)
     y = called(call, local(fn, lay, "x", x), la, dropout_p=p, seed=seed, mask_origin=at, **rest)
-    return _output(fn, lay, y, x, layer.W, bias)
+    return output(fn, lay, y, x, layer.W, bias)
 
 
 def called(call: Callable, x: Any, layer: DoraLayer, **rest: Any) -> Any:
@@ -60,12 +60,11 @@ def group(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: A
         if lay.ways != lays[0].ways:
             have, want = tuple(map(str, lay.rows)), tuple(map(str, lays[0].rows))
             raise fail(label, "W", f"{want}, as in layers[0]", have, "Put layers with other placements into another call.")
-    every = list(zip(named, lays, layers, strict=True))
-    ready = [local_layer(label, lay, la, _norm_of(label, rest["backend"])) for label, lay, la in every]
+    ready = _local_layers(named, lays, layers, rest["backend"])
     at = _origin(fn, lays[0], x, p, seed, origin)
     ys = call(local(fn, lays[0], "x", x), [la for la, _ in ready], dropout_p=p, seed=seed, mask_origin=at, **rest)
-    each = zip(every, ys, ready, strict=True)
-    return tuple([_output(label, lay, y, x, la.W, bias) for (label, lay, la), y, (_, bias) in each])
+    each = zip(named, lays, layers, ys, ready, strict=True)
+    return tuple([output(label, lay, y, x, la.W, bias) for label, lay, la, y, (_, bias) in each])
 
 
 def mlp(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> Any:
@@ -82,14 +81,13 @@ def mlp(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any
             raise fail(fn, "gate.W", "Shard(0) where down's is Shard(1), else Replicate", both, "Cut all three along F.")
     ways = tuple(["row" if way == "col" else way for way in first.ways])
     third = Layout(below.mesh, below.table, ways, below.rows, first.tokens)
-    every = zip(names, (first, second, third), layers, strict=True)
-    ready = [local_layer(label, lay, la, _norm_of(label, rest["backend"])) for label, lay, la in every]
+    ready = _local_layers(names, (first, second, third), layers, rest["backend"])
     at = _origin(fn, first, x, p, seed, None)
     if at is not None:
         t0, f0 = check_origin(fn, origin, "(t0, f0)") or (0, 0)
         at = (at[0] + t0, begins(down.W, first.mesh, 1) + f0)
     y = call(local(fn, first, "x", x), *[la for la, _ in ready], dropout_p=p, seed=seed, mask_origin=at, **rest)
-    return _output(names[2], third, y, x, down.W, ready[2][1])
+    return output(names[2], third, y, x, down.W, ready[2][1])
 
 
 def compose(call: Callable, fn: str, base: Any, lora: Any, g: Any, s: float, bias: Any, **rest: Any) -> Any:
@@ -138,6 +136,12 @@ def local_layer(fn: str, lay: Layout, layer: DoraLayer, norm: Any = None, move: 
     return DoraLayer(W, A, B, m, s, None if over else local(fn, lay, "bias", bias), c), bias if over else None
 
 
+def _local_layers(names: Iterable[str], lays: Iterable[Layout], layers: Iterable[DoraLayer], backend: Any) -> list:
+    """:func:`local_layer` of each, by the name that errors give it."""
+    every = zip(names, lays, layers, strict=True)
+    return [local_layer(label, lay, la, _norm_of(label, backend)) for label, lay, la in every]
+
+
 def _norm_of(fn: str, backend: Any) -> Callable:
     def norm(W: Any, A: Any, B: Any, s: Any, over: Any) -> Tensor:
         return sharded_norm(check_norm(fn, W, A, B, s, NormHow()), over, select_backend(W, backend=backend).name)
@@ -165,7 +169,7 @@ def _origin(fn: str, lay: Layout, x: Any, p: Any, seed: Any, origin: Any) -> tup
     return first + t0, column + begins(x, lay.mesh, x.dim() - 1)
 
 
-def _output(fn: str, lay: Layout, y: Tensor, x: Any, W: Any, bias: Any) -> Any:
+def output(fn: str, lay: Layout, y: Tensor, x: Any, W: Any, bias: Any) -> Any:
     return biased(fn, lay, y, (*x.shape[:-1], W.shape[0]), bias)
 
 
@@ -181,11 +185,14 @@ def biased(fn: str, lay: Layout, y: Tensor, shape: Sequence[int], bias: Any, beh
     return whole((y + added.view(-1, *[1] * behind)).to(y.dtype), lay.mesh, lies, shape)
 
 
+def check_no_group(fn: str, group: Any) -> None:
+    if group is not None:
+        have = f"a {type(group).__name__}"
+        raise fail(fn, "group", "None for DTensors", have, "A DTensor's mesh says which processes share it.")
+
+
 def norm(fn: str, W: Any, A: Any, B: Any, s: Any, how: NormHow, backend: Any) -> Any:
-    if how.group is not None:
-        raise fail(
-            fn, "group", "None for DTensors", f"a {type(how.group).__name__}", "A DTensor's mesh says which processes share it."
-        )
+    check_no_group(fn, how.group)
     if how.norm_axis == 0:
         W, A, B, how = W.T, B.T, A.T, how._replace(norm_axis=1)
     base, seen = how.base_sqnorm, how.state

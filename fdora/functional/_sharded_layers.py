@@ -33,7 +33,7 @@ from fdora.functional._layout import (
     where,
     whole,
 )
-from fdora.functional._sharded import biased, called, local_layer
+from fdora.functional._sharded import biased, called, check_no_group, local_layer, output
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import norm_over
 from fdora.functional.layer import DoraLayer, parts, tensors_of
@@ -59,15 +59,12 @@ def multi(call: Callable, x: Any, layer: DoraLayer, ids: Any, p: float, **rest: 
 
     la, bias = local_layer(fn, lay, layer, norm)
     y = called(call, local(fn, lay, "x", x), la, ids=who, **rest)
-    return biased(fn, lay, y, (*x.shape[:-1], W.shape[0]), bias)
+    return output(fn, lay, y, x, W, bias)
 
 
 def norm_of_bank(fn: str, W: Any, A: Any, B: Any, s: Any, group: Any, backend: Any) -> Any:
     """c (G, N), which lies as the rows of W."""
-    if group is not None:
-        raise fail(
-            fn, "group", "None for DTensors", f"a {type(group).__name__}", "A DTensor's mesh says which processes share it."
-        )
+    check_no_group(fn, group)
     lay = layout(fn, mesh_of(fn, {"W": W, "A": A, "B": B}), BANK, W, None, ())
     a, b = (local(fn, lay, arg, t.detach()) for arg, t in (("A", A), ("B", B)))
     c = norm_over(fn, (part(W), a, b), s, None, sums_over(lay), backend)

@@ -22,7 +22,7 @@ from fdora._dispatch import Backend, forced
 from fdora._records import Norms
 from fdora._torch import PLAIN, all_gathered, piece_of
 from fdora.autograd._ops import OPS
-from fdora.functional._tree import check_leaves, parts_of
+from fdora.functional._tree import Leaves, check_leaves, parts_of
 from fdora.functional.backend import select_backend
 
 MOST = 1 << 27  # bytes of whole A at a time: no more than a few layers' weights, and few collectives
@@ -32,11 +32,11 @@ _lock = Lock()
 
 
 class RowsPlan:
-    def __init__(self, W: list, A: list, scales: list, backend: Backend, dim: int):
+    def __init__(self, leaves: Leaves, backend: Backend, dim: int):
+        _, W, A, _, self.scales = leaves
         mesh = W[0].device_mesh
         self.mesh = mesh  # by whose id the plan is found
         self.group, self.count = mesh.get_group(dim), mesh.size(dim)
-        self.scales = scales
         self.shapes = [tuple(t.shape) for t in A]
         self.sizes = [t.numel() // self.count for t in A]  # of one process
         (self.part,) = parts_of([piece_of(t) for t in W])
@@ -121,8 +121,9 @@ def even_rows(W: list, A: list, B: list) -> int | None:
     return dims[0]
 
 
-def plan_of(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: Backend) -> RowsPlan | None:
+def plan_of(fn: str, leaves: Leaves, backend: Backend) -> RowsPlan | None:
     """Found by where the tensors lie and how; made, and arguments checked, where that is another. None: not such rows."""
+    spec, W, A, B, scales = leaves
     tensors = [*W, *A, *B]
     if not all([isinstance(t, DTensor) for t in tensors]) or (torch.is_grad_enabled() and any([w.requires_grad for w in W])):
         return None
@@ -138,8 +139,8 @@ def plan_of(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend
         return None
     n = len(W)
     whole = [a.new_empty(1).expand(t.shape) for a, t in zip(pieces[n : 2 * n], A, strict=True)]
-    check_leaves(fn, spec, pieces[:n], whole, pieces[2 * n :], scales)
-    plan = RowsPlan(W, A, scales, backend, dim)
+    check_leaves(fn, Leaves(spec, pieces[:n], whole, pieces[2 * n :], scales))
+    plan = RowsPlan(leaves, backend, dim)
     with _lock:
         _plans[:] = [(key, plan), *_plans[: PLANS - 1]]
     return plan

@@ -31,7 +31,7 @@ from fdora.functional._layout import (
     sums_over,
     whole,
 )
-from fdora.functional._tree import Leaf
+from fdora.functional._tree import Leaf, Leaves
 
 
 class Cut(NamedTuple):
@@ -89,45 +89,25 @@ def _padded(t: Tensor, cut: Cut, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def norms(
-    call: Callable,
-    fn: str,
-    spec: Any,
-    leaves: tuple[list, list, list],
-    scales: list,
-    state: Any,
-    gather: bool | str,
-    backend: Any,
-) -> Any:
+def norms(call: Callable, fn: str, leaves: Leaves, state: Any, gather: bool | str, backend: Any) -> Any:
     """What dora_norm_tree, which is ``call``, returns for leaves with DTensors among them."""
-
-    def leaf(i: int) -> Leaf:
-        return Leaf(spec, i)
-
-    layouts, W, A, B = tree_of_parts(fn, leaves, leaf)
+    layouts, (spec, W, A, B, scales) = parts_of_tree(fn, leaves)
     here, pairs, each = (optree.tree_unflatten(spec, t) for t in (W, zip(A, B, strict=True), scales))
     found = call(here, pairs, s=each, state=state, backend=backend)
     c = spec.flatten_up_to(found if state is None else found.c)
-    result = optree.tree_unflatten(spec, finished(fn, layouts, leaves[0], c, gather))
+    result = optree.tree_unflatten(spec, finished(fn, layouts, leaves.W, c, gather))
     return result if state is None else found._replace(c=result)
 
 
-class Tree(NamedTuple):
-    """What each leaf is on this process."""
-
-    layouts: list[Layout | None]
-    W: list[Any]
-    A: list[Tensor]
-    B: list[Tensor]
-
-
-def tree_of_parts(fn: str, leaves: tuple[list, ...], leaf: Callable[[int], Any]) -> Tree:
+def parts_of_tree(fn: str, leaves: Leaves) -> tuple[list[Layout | None], Leaves]:
+    """How each leaf lies, None of one that is no DTensor; and what it is on this process."""
+    spec, W, A, B, scales = leaves
     layouts: list[Layout | None] = []
     ws, bs = [], []
-    rows: list[Any] = list(leaves[1])
+    rows: list[Any] = list(A)
     spread: list[list[Cut]] = [[] for _ in rows]
-    for i, (w, a, b) in enumerate(zip(*leaves, strict=True)):
-        with leaf(i):
+    for i, (w, a, b) in enumerate(zip(W, A, B, strict=True)):
+        with Leaf(spec, i):
             mesh = mesh_of(fn, {"W": w, "A": a, "B": b})
             lay = None if mesh is None else layer_layout(fn, mesh, w)
             layouts.append(lay)
@@ -139,7 +119,7 @@ def tree_of_parts(fn: str, leaves: tuple[list, ...], leaf: Callable[[int], Any])
                 rows[i], spread[i] = part(a.detach()), cuts(a)
             else:
                 rows[i] = local(fn, lay, "A", a.detach(), True)
-    return Tree(layouts, ws, gathered(rows, spread), bs)
+    return layouts, Leaves(spec, ws, gathered(rows, spread), bs, scales)
 
 
 def _without_rows(t: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -21,6 +21,16 @@ from fdora.quant import QuantSpec, QuantWeight
 
 WORDS = 16  # of a fingerprint, for each weight that is a tensor
 ALIGN = 32  # numbers: each c begins at 128 bytes
+
+
+class Leaves(NamedTuple):
+    """The structure of the weights, and W, A, B and s of each leaf."""
+
+    spec: Any
+    W: list
+    A: list
+    B: list
+    s: list
 
 
 class Part:
@@ -77,8 +87,9 @@ _lock = Lock()
 MOST = 32  # a plan is a table of pointers and holds no tensor of a caller
 
 
-def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: Backend) -> list[Part]:
+def plan(fn: str, leaves: Leaves, backend: Backend) -> list[Part]:
     """The parts, whose arguments passed the checks; made once for tensors that lie where they lay and look as they looked."""
+    _, W, A, B, scales = leaves
     coded: list[tuple[int, QuantSpec]] = []
     tensors = [*W, *A, *B]
     if QuantWeight in map(type, W):
@@ -94,7 +105,7 @@ def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: B
         for each, parts in _plans:
             if each == key:
                 return parts
-    check_leaves(fn, spec, W, A, B, scales)
+    check_leaves(fn, leaves)
     parts = tables(W, A, B, scales, backend)
     if known:
         with _lock:
@@ -102,9 +113,9 @@ def plan(fn: str, spec: Any, W: list, A: list, B: list, scales: list, backend: B
     return parts
 
 
-def check_leaves(fn: str, spec: Any, W: list, A: list, B: list, scales: list) -> None:
-    for i, (w, a, b, s) in enumerate(zip(W, A, B, scales, strict=True)):
-        with Leaf(spec, i):
+def check_leaves(fn: str, leaves: Leaves) -> None:
+    for i, (w, a, b, s) in enumerate(zip(*leaves[1:], strict=True)):
+        with Leaf(leaves.spec, i):
             check_weights(fn, {"W": w, "A": a, "B": b}, s)
 
 

@@ -48,6 +48,13 @@ def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     return sizes["G"]
 
 
+def check_one(fn: str, offsets: Any, ids: Any, which: str) -> None:
+    """``which``: what one of them says of each token."""
+    if (offsets is None) == (ids is None):
+        have = "neither" if ids is None else "both"
+        raise fail(fn, "offsets", "given, or ids, not both", have, f"One of them says which {which} each token has.")
+
+
 def check_sequence(fn: str, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
     if ranks is not None and not isinstance(ranks, Sequence):
         raise fail(fn, "ranks", "a sequence of ints", f"a {type(ranks).__name__}", "One for each adapter, at most the r of A.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, check_frozen, check_operands, check_rank, check_s, check_shapes, fail, once
+from fdora._check import check_dtype, check_operands, check_rank, check_s, check_shapes, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Lookup, NormOf
 from fdora._torch import is_traced
@@ -124,9 +124,7 @@ def check_embedding(
         check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
         check_s(fn, s)
 
-    sharded = once(fn, (ids, W, A, B, m, norm), (s, float(norm_axis)), check)
-    if not sharded:
-        check_frozen(fn, "W", W)
+    sharded = once(fn, (ids, W, A, B, m, norm), (s, float(norm_axis)), check, W=W)
     if padding_idx is not None:
         whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:

@@ -12,7 +12,6 @@ from fdora._check import (
     FLOATS,
     check_device,
     check_dtype,
-    check_frozen,
     check_shapes,
     check_tensor,
     fail,
@@ -26,7 +25,7 @@ from fdora.autograd.multi import Call, Tokens, experts_norm, fault, multi, route
 from fdora.autograd.norm import is_real
 from fdora.autograd.quant import is_whole
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_kernels, check_stacks, scaling_of
+from fdora.functional.bank import check_kernels, check_one, check_stacks, scaling_of
 from fdora.functional.layer import DoraLayer, parts, tensors_of
 from fdora.functional.linear import cast_x, dora_linear, in_sums, save_for_dm
 from fdora.quant import QuantWeight
@@ -145,16 +144,12 @@ def _loop(x: Tensor, layer: DoraLayer, ends: list[int]) -> Tensor:
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     *xs, rest = x.split([*counts, x.shape[0] - ends[-1]])
     each = experts_of(W, len(counts)) if isinstance(W, QuantWeight) else W.unbind()
-    lists: list[Any] = [each, A.unbind(), B.unbind(), m.unbind()]
     biases, norms = (([None] * len(counts)) if t is None else t.unbind() for t in (bias, norm))
-    ys = [
-        dora_linear(part, *operands, s=s, bias=b, norm=c, backend="eager")
-        for part, count, *operands, b, c in zip(xs, counts, *lists, biases, norms, strict=True)
-        if count
-    ]
-    if not ys:  # no rows, but a part of the graph: the gradients are zeros
-        c = _ones(m, W) if norm is None else norms[0]
-        ys = [dora_linear(rest[:0], *(t[0] for t in lists), s=s, bias=biases[0], norm=c, backend="eager")]
+    used = [e for e, count in enumerate(counts) if count]
+    if not used:  # no rows, but a part of the graph: the gradients are zeros, whatever the norm
+        used, norms = [0], norms if norm is not None else [in_sums(m.new_ones(m.shape[1], dtype=torch.float32), W)]
+    operands = list(zip(xs, each, A.unbind(), B.unbind(), m.unbind(), strict=True))
+    ys = [dora_linear(*operands[e], s=s, bias=biases[e], norm=norms[e], backend="eager") for e in used]
     if rest.shape[0]:
         ys.append(ys[0].new_zeros(rest.shape[0], m.shape[1]))
     return ys[0] if len(ys) == 1 else torch.cat(ys)
@@ -163,11 +158,6 @@ def _loop(x: Tensor, layer: DoraLayer, ends: list[int]) -> Tensor:
 def count_of(layer: DoraLayer) -> int:
     """How many experts."""
     return parts(layer)[3].shape[0]
-
-
-def _ones(m: Tensor, W: Tensor | QuantWeight) -> Tensor:
-    """A norm for a call without tokens."""
-    return m.new_ones(m.shape[1], dtype=torch.promote_types(W.dtype, torch.float32))
 
 
 def check_experts(fn: str, x: Tensor, layer: DoraLayer) -> bool:
@@ -179,17 +169,12 @@ def check_experts(fn: str, x: Tensor, layer: DoraLayer) -> bool:
         if check_stacks(fn, tensors_of(layer, x=x), s, *texts)["E"] < 1:  # type: ignore[arg-type]
             raise fail(fn, "W", "of at least one expert", f"{tuple(W.shape)}", "Stack the weights of the experts.")
 
-    sharded = once(fn, (x, W, A, B, m, bias, norm), (s,), check)
-    if not sharded:
-        check_frozen(fn, "W", W)
-    return sharded
+    return once(fn, (x, W, A, B, m, bias, norm), (s,), check, W=W)
 
 
 def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | None, gates: Tensor | None) -> None:
     """What says which token goes where, but for its values."""
-    if (offsets is None) == (ids is None):
-        have = "neither" if ids is None else "both"
-        raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which experts each token has.")
+    check_one(fn, offsets, ids, "experts")
     if ids is None:
         if gates is not None:
             raise fail(fn, "gates", "None without ids", "a Tensor", "Multiply y, or pass the ids that they belong to.")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, check_frozen, check_left_out, check_weights, fail, name, once
+from fdora._check import check_dtype, check_left_out, check_weights, fail, name, once
 from fdora._dispatch import Backend
 from fdora._recording import active
 from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
@@ -16,7 +16,7 @@ from fdora._torch import functorch_active
 from fdora.autograd.node import Call, layers
 from fdora.autograd.norm import row_norm, with_gradient
 from fdora.autograd.weight import forms_norm, norm_beside
-from fdora.functional._ends import check_ends, folded, loses_inner
+from fdora.functional._epilogue import check_epilogue, folded, loses_inner
 from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.layer import DoraLayer, tensors_of
@@ -110,7 +110,7 @@ def dora_linear(
     check_dropout(fn, dropout_p, dropout_mode)
     mode = dropout_mode if dropout_p else "lora"
     if gamma is not None or residual is not None:
-        check_ends(fn, x, W, gamma, residual, mode, compute)
+        check_epilogue(fn, x, W, gamma, residual, mode, compute)
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
@@ -141,10 +141,7 @@ def check_layer(fn: str, x: Tensor, layer: DoraLayer) -> bool:
     """Whether they are DTensors, whose parts are checked in their turn."""
     W, A, B, m, s, bias, norm = layer
     tensors = (x, W, A, B, m, bias, norm)
-    sharded = once(fn, tensors, (s,), lambda: check_weights(fn, tensors_of(layer, x=x), s))  # type: ignore[arg-type]
-    if not sharded:
-        check_frozen(fn, "W", W)
-    return sharded
+    return once(fn, tensors, (s,), lambda: check_weights(fn, tensors_of(layer, x=x), s), W=W)  # type: ignore[arg-type]
 
 
 def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:

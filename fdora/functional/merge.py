@@ -14,7 +14,7 @@ from fdora._torch import detached
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off
 from fdora.autograd.norm import is_real, row_norm, scale
-from fdora.functional._ends import check_gamma, folded
+from fdora.functional._epilogue import check_gamma, folded
 from fdora.functional.backend import select_backend
 from fdora.functional.layer import DoraLayer
 from fdora.quant import QuantWeight

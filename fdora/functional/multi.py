@@ -15,7 +15,7 @@ from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
 from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
-from fdora.functional.bank import check_bank, check_kernels, check_ranks, check_sequence, scalings
+from fdora.functional.bank import check_bank, check_kernels, check_one, check_ranks, check_sequence, scalings
 from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.functional.linear import cast_x, check_dropout, in_sums, save_for_dm
 from fdora.quant import QuantWeight
@@ -127,9 +127,7 @@ def check_multi(
             if norm is not None:
                 raise fail(fn, "norm", "None without m", "a Tensor", "Plain LoRA has no norm: g is 1.")
         check_ranks(fn, ranks, check_bank(fn, tensors), tensors["A"].shape[1])
-        if (offsets is None) == (ids is None):
-            have = "neither" if ids is None else "both"
-            raise fail(fn, "offsets", "given, or ids, not both", have, "One of them says which adapter each token has.")
+        check_one(fn, offsets, ids, "adapter")
         check_tensor(fn, *(("ids", ids) if offsets is None else ("offsets", offsets)))
         check_device(fn, "W", {"W": W, "offsets": offsets, "ids": ids})
         if offsets is not None:

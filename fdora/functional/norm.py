@@ -14,6 +14,7 @@ from fdora._check import (
     check_dtype,
     check_frozen,
     check_shapes,
+    check_weight,
     fail,
     is_sharded,
 )
@@ -191,8 +192,7 @@ def dora_base_sqnorm(W: Tensor | QuantWeight, *, max_bytes: int | None = None, b
         from fdora.functional import _sharded
 
         return _sharded.base(fn, W, max_bytes, backend)
-    check_shapes(fn, {"W": "N K"}, {"W": W})
-    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    check_weight(fn, W)
     check_frozen(fn, "W", W)
     return _base_sqnorm(W, max_bytes, select_backend(W, backend=backend).name)
 
@@ -247,8 +247,7 @@ def dora_norm_state(W: Tensor | QuantWeight) -> NormState:
         from fdora.functional import _sharded
 
         return _sharded.norm_state(W)  # type: ignore[return-value]  # as the docstring has it
-    check_shapes(fn, {"W": "N K"}, {"W": W})
-    check_dtype(fn, "W", W, FLOATS, "Dequantise it first.")
+    check_weight(fn, W)
     return start_of(W)
 
 

@@ -95,8 +95,7 @@ def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) ->
         check_weights(fn, {"W": W, "A": A, "B": B, "base_sqnorm": base_sqnorm}, s)
         check_dtype(fn, "base_sqnorm", base_sqnorm, WIDE, "Keep it as dora_base_sqnorm(W) returns it.")
 
-    once(fn, (W, A, B, base_sqnorm), (s,), check, door=False)
-    check_frozen(fn, "W", W)
+    once(fn, (W, A, B, base_sqnorm), (s,), check, door=False, W=W)
     check_frozen(fn, "base_sqnorm", base_sqnorm)
     if max_bytes is not None:
         need = smallest_bytes_of(W, A, B, base_sqnorm is not None)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fdora._records import Dropout, Options
 from fdora.autograd.node import Call, bound, bound_layers
-from fdora.functional._ends import folded, loses_inner
+from fdora.functional._epilogue import folded, loses_inner
 from fdora.functional.ahead import Ahead, Warmup, compile_ahead
 from fdora.functional.conv import kernel_rows
 from fdora.functional.linear import attached, check_detach, saved_as

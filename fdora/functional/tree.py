@@ -9,12 +9,12 @@ import optree
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FLOATS, FdoraError, Weight, check_dtype, check_shapes, fail, is_sharded, name
+from fdora._check import FdoraError, Weight, check_weight, fail, is_sharded, name
 from fdora._dispatch import Backend
 from fdora._records import Norms
 from fdora._torch import dispatch_modes, is_traced
 from fdora.autograd._ops import autocast_off
-from fdora.functional._tree import ALIGN, Leaf, no_words, parts_of, plan, tree_of
+from fdora.functional._tree import ALIGN, Leaf, Leaves, no_words, parts_of, plan, tree_of
 from fdora.functional.merge import dora_merge
 from fdora.functional.norm import dora_norm
 from fdora.functional.params import dora_init
@@ -54,8 +54,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     W = [w.to_local() if is_sharded(w) else w for w in W]
     for i, w in enumerate(W):
         with Leaf(spec, i):
-            check_shapes(fn, {"W": "N K"}, {"W": w})
-            check_dtype(fn, "W", w, FLOATS, "Dequantise it first.")
+            check_weight(fn, w)
     parts = parts_of(W)
     buffers = tuple(torch.zeros(part.size, device=part.device, dtype=part.dtype) for part in parts)
     return NormTreeState(tree_of(spec, parts, buffers), buffers, tuple(map(no_words, parts)))
@@ -107,7 +106,7 @@ def dora_norm_tree(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_norm_tree"
-    spec, W, A, B, scales = leaves_of(fn, weights, params, s)
+    spec, W, A, B, _ = leaves = leaves_of(fn, weights, params, s)
     plain = set(map(type, W)) <= {*PLAIN, QuantWeight} and set(map(type, (*A, *B))) <= PLAIN
     # A mode sees each norm as an op, with its flops; but what a state keeps is of one launch, or of one by one.
     if not plain or is_traced() or (state is None and dispatch_modes()):
@@ -115,16 +114,16 @@ def dora_norm_tree(
             from fdora.functional._sharded_rows import plan_of
             from fdora.functional._sharded_tree import norms
 
-            rows = plan_of(fn, spec, W, A, B, scales, backend) if gather is True else None
+            rows = plan_of(fn, leaves, backend) if gather is True else None
             if rows is not None:
                 if state is not None:
                     check_tree_state(fn, [rows.part], state)
-                leaves, buffer, now = rows.norms(W, A, B, state)
-                c = optree.tree_unflatten(spec, leaves)
+                each, buffer, now = rows.norms(W, A, B, state)
+                c = optree.tree_unflatten(spec, each)
                 return c if state is None else NormTreeState(c, (buffer,), (now,))
-            return norms(dora_norm_tree, fn, spec, (W, A, B), scales, state, gather, backend)
-        return _one_by_one(fn, spec, W, A, B, scales, state, gather, backend)
-    parts = plan(fn, spec, W, A, B, scales, backend)
+            return norms(dora_norm_tree, fn, leaves, state, gather, backend)
+        return _one_by_one(fn, leaves, state, gather, backend)
+    parts = plan(fn, leaves, backend)
     if state is not None:
         check_tree_state(fn, parts, state)
     buffers, words = [], []
@@ -144,15 +143,14 @@ def dora_norm_tree(
     return c if state is None else NormTreeState(c, tuple(buffers), tuple(words))
 
 
-def leaves_of(fn: str, weights: Any, params: Any, s: Any) -> tuple[Any, list, list, list, list]:
-    """The structure of weights, and W, A, B and s of each leaf."""
+def leaves_of(fn: str, weights: Any, params: Any, s: Any) -> Leaves:
     W, spec = _weights_of(fn, weights)
     pairs = _up_to(fn, "params", spec, params)
     try:
         A, B = [p[0] for p in pairs], [p[1] for p in pairs]
     except (TypeError, IndexError, KeyError):
         raise _no_factors(fn, spec, pairs) from None
-    return spec, W, A, B, _for_each(fn, "s", spec, s, NUMBER)
+    return Leaves(spec, W, A, B, _for_each(fn, "s", spec, s, NUMBER))
 
 
 def dora_init_tree(weights: Any, r: Any, *, dtype: torch.dtype | None = None, generator: Generator | None = None) -> Any:
@@ -213,18 +211,17 @@ def dora_merge_tree(weights: Any, params: Any, *, s: Any, norm: Any = None, back
     return _each(fn, spec, lambda i: dora_merge(W[i], *each[i], s=scales[i], norm=norms[i], backend=backend))
 
 
-def _one_by_one(
-    fn: str, spec: Any, W: list, A: list, B: list, scales: list, state: Any, gather: bool | str, backend: Backend
-) -> Any:
+def _one_by_one(fn: str, leaves: Leaves, state: Any, gather: bool | str, backend: Backend) -> Any:
+    spec, W, A, B, scales = leaves
     c = _each(fn, spec, lambda i: dora_norm(W[i], A[i], B[i], s=scales[i], backend=backend))
     if is_sharded(*W, *A, *B) and (gather or state is not None):
         remedy = "Call it outside of what is compiled."
         raise fail(fn, "gather" if gather else "state", "left out for DTensors in compiled code", "one", remedy)
     if state is None:
         return c
-    parts, leaves = parts_of(W), optree.tree_leaves(c)
+    parts, norms = parts_of(W), optree.tree_leaves(c)
     check_tree_state(fn, parts, state)
-    buffers = tuple(torch.cat([torch.nn.functional.pad(v, (0, -len(v) % ALIGN)) for v in part.of(leaves)]) for part in parts)
+    buffers = tuple(torch.cat([torch.nn.functional.pad(v, (0, -len(v) % ALIGN)) for v in part.of(norms)]) for part in parts)
     return NormTreeState(c, buffers, tuple(map(no_words, parts)))
 
 

@@ -171,7 +171,7 @@ class KeptNorm:
                 return NormState(*guarded_norm(NormOf(W, A, B, s), old[0], old[1], select_backend(W).name))
             return dora_norm(W, A, B, s=s, state=old)
 
-        return memo.current((owner,), key, update, True).c  # type: ignore[no-any-return]
+        return memo.current((owner,), key, update, True).c
 
     def given(self, W: Any, A: Tensor, B: Tensor, s: float, compiled: bool = True) -> Tensor | None:
         """c that the model's hook computed, if it holds for this call: for compiled code, too, when it runs."""

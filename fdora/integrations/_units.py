@@ -75,7 +75,7 @@ class Unit:
                 self.cache = NormCache(no_norms(part))
             new = self.cache.current(W, made_from, partial(part.layers.guarded, W, A, B))
             each = zip(found, part.views(new.c), strict=True)
-            return Run(moment, {id(kept): (facts(*of), c) for (kept, *of), c in each})
+            return Run(moment, {id(kept): (facts(w, a, b, scale), c) for (kept, w, a, b, scale), c in each})
 
     def part_of(self, W: list, A: list, B: list, s: list, tensors: list[Tensor]) -> Part | None:
         """With the table of where these lie; None of layers on several devices, or of several dtypes."""

@@ -25,8 +25,8 @@ def test_experts(check):
 FAULTS = [
     ("zip([0, *ends[:-1]], ends, strict=True)", "zip([0, *ends[:-1]], [*ends[1:], ends[-1]], strict=True)"),
     ("each, A.unbind()", "each, A.unbind()[::-1]"),
-    ("bias=b, norm=c", "bias=None, norm=c"),
-    ("bias=b, norm=c", "bias=b, norm=None if c is None else c.detach()"),
+    ("bias=biases[e], norm=norms[e]", "bias=None, norm=norms[e]"),
+    ("norm=norms[e]", "norm=None if norms[e] is None else norms[e].detach()"),
     ("if rest.shape[0]:", "if not ys:"),
     ("ys[0].new_zeros", "ys[0].new_ones"),
     (

@@ -68,12 +68,13 @@ class Dora:
         """Whose quantised layer it is, and why its product is its own. No compiler needs to follow how that is found out."""
         return self.base if is_traced() else look(base)
 
-    def weights(self, module: Any, adapter: str, *read: Any) -> Weights | str:
+    def weights(self, module: Any, adapter: str) -> Weights | str:
         """The tensors of one adapter, or why fdora cannot take them."""
         raise NotImplementedError
 
     def ready(self, module: Any, adapter: str, *read: Any) -> Weights | str:
-        return paused(module.lora_magnitude_vector[adapter], module.scaling[adapter]) or self.weights(module, adapter, *read)
+        weights: Any = self.weights
+        return paused(module.lora_magnitude_vector[adapter], module.scaling[adapter]) or weights(module, adapter, *read)
 
     def keep(self, module: Any) -> None:
         """The base weight may be another: make room for its norm."""

@@ -33,7 +33,7 @@ def check_gamma(fn: str, W: Any, gamma: Tensor | None) -> None:
     check_dtype(fn, "gamma", gamma, FLOATS)
 
 
-def check_ends(
+def check_epilogue(
     fn: str, x: Tensor, W: Any, gamma: Tensor | None, residual: Tensor | None, mode: str, compute: str | None
 ) -> None:
     check_gamma(fn, W, gamma)
