@@ -25,6 +25,7 @@ from transformers import (
 from fdora import FdoraError
 from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
+from fdora.jobs.causal import whole
 from fdora.jobs.causal.banks import Layer, adapted, dropped, norm_of
 from fdora.jobs.loop import Job
 from fdora.quant import quantize
@@ -277,6 +278,10 @@ def test_each_adapter_has_its_ratio():
     assert found[1000:].unique().tolist() == [0.0, pytest.approx(4 / 3)]
     assert (found[1000:] == 0).float().mean() == pytest.approx(0.25, abs=0.02)
     assert torch.equal(found, dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0])
+    half = torch.randn(1, 3000, 8, dtype=torch.bfloat16)  # the factor is not rounded to bfloat16, as in nn.Dropout
+    found = dropped(half, torch.tensor([0.05]), ends[2:], 7)
+    kept = found != 0
+    assert kept.float().mean() > 0.9 and torch.equal(found[kept], (half[kept].float() / (1 - 0.05)).bfloat16())
 
 
 @pytest.mark.parametrize("model_of", [model_of, with_dropout], ids=["plain", "dropout"])
@@ -330,6 +335,18 @@ def test_what_diverges_leaves(resumed, tmp_path, caplog):
         torch.equal(p, q)
         for p, q in zip(parameters(model, "med").values(), parameters(model_of(), "med").values(), strict=True)
     )
+
+
+def test_what_is_finite_alone_leaves_too(monkeypatch):
+    """Another mask of dropout may say so: it must come to an end."""
+    losses_of = whole.losses_of
+
+    def together(logits, params, norms, packed):
+        found = losses_of(logits, params, norms, packed)
+        return found * float("nan") if len(packed.ends.unique()) == len(packed.ends) else found
+
+    monkeypatch.setattr(whole, "losses_of", together)
+    assert train(model_of(), jobs_of(), capacity=40).diverged.keys() == ADAPTERS.keys()
 
 
 def test_the_model_is_its_own_again():

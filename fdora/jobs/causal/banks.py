@@ -67,7 +67,7 @@ def dropped(x: Tensor, dropout: Tensor, ends: Tensor, seed: int) -> Tensor:
     drawn = torch.rand(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed))
     tokens = torch.arange(x.shape[-2], dtype=torch.int32, device=x.device)
     p = dropout[torch.searchsorted(ends, tokens, right=True)][:, None]
-    return torch.where(drawn < p, 0, x * (1 / (1 - p)).to(x.dtype))
+    return torch.where(drawn < p, 0, x / (1 - p)).to(x.dtype)
 
 
 def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[str, Any]]:

@@ -186,14 +186,14 @@ def finite_losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) ->
 
 @torch.no_grad()
 def diverging(model: Model, state: State, course: Course, work: Work, draw: int) -> list[int]:
-    """Adapters whose losses are not finite without those of the others."""
-    found = []
-    for a in dict.fromkeys(sample.adapter for sample in work.samples):
+    """Adapters whose losses are not finite without those of the others; all, where that is so of none alone."""
+    found, here = [], list(dict.fromkeys(sample.adapter for sample in work.samples))
+    for a in here:
         own = without(work, [sample.adapter for sample in work.samples if sample.adapter != a])
         packed = pack(course, own, device_of(state))._replace(seed=draw)
         if not bool(model.forward(state.params, state.kept, packed).isfinite().all()):
             found.append(a)
-    return found
+    return found or here
 
 
 def without(work: Work, adapters: Sequence[int]) -> Work:
