@@ -37,6 +37,7 @@ MERGE = "Merge the adapter into a copy of the model, or train it without this la
 MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 LINEAR = ("column_parallel_linear", "row_parallel_linear", "replicated_linear")
 ROWS = 512  # unit rows in one product
+LENGTHS = (1, 2, 16, 65, 80, 513, 528)  # tokens: each compiles the pass anew, where the server has ranks for it
 UNIT = 64.0  # in steps of a quantised activation: float8 and int8 hold it
 
 TABLES = ("token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
@@ -272,7 +273,7 @@ def _register_module(stock: Any, self: Any, module_name: str, module: Any) -> No
     kind: Any = type(module)
     module.__class__ = served(kind)
     none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
-    for M in (1, 2, 16) if module.low else ():  # compiles the kernel, which differs for one and for 16: a capture must not
+    for M in LENGTHS if module.low else ():  # compiles the kernel: a capture must not
         z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
         for bias in (None, getattr(module.base_layer, "bias", None)):
             given = z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M)

@@ -120,6 +120,19 @@ def test_is_an_op_that_a_compiler_sees(adds):
     assert not torch.equal(found, given[0] * 2 + 1)
 
 
+@pytest.mark.parametrize("rank", [8, 32, 64, 256])
+def test_a_server_has_every_kernel_before_it_captures(rank):
+    """Triton compiles for one, for multiples of 16 and for other numbers of tokens; a tile is a constant."""
+    pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+    from fdora.integrations.vllm import LENGTHS
+    from fdora.triton.compose import rows_of_slots
+
+    def kernel(M):
+        return rows_of_slots(M, rank), M == 1, M % 16 == 0
+
+    assert {kernel(M) for M in range(1, 9000)} == {kernel(M) for M in LENGTHS}
+
+
 @pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda on a machine with one")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_graph_that_was_captured_without_adapters_serves_those_that_come(adds, bias):
