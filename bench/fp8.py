@@ -3,9 +3,9 @@
     python -m bench.fp8 --device cuda --json FILE
     python -m bench.fp8 --device cuda --shapes 4096x4096 --M 16,4096 --json FILE
 
-bf16 x and adapters, forward without gradients, the norm given. GPU time by CUDA graph (wall time on a CPU), ways in turns,
-medians. The errors are those of y against float64 of some tokens, with the weight as it is decoded: of another rounding of x
-they say what it costs. The ways:
+bf16 x and adapters, the norm given; ``fwd`` is the forward without gradients, ``fwd_bwd`` also the backward to x, A, B and
+m. GPU time by CUDA graph (wall time on a CPU), ways in turns, medians. Errors are against float64 of some tokens and rows, with
+the weight as it is decoded: of another rounding of x and dz they say what it costs. The ways:
 
     linear      x W^T of a dense bf16 W
     lora        LoRA as PEFT has it, on a dense bf16 W
@@ -13,11 +13,13 @@ they say what it costs. The ways:
     dense       dora_linear on the dense bf16 W
     decoded     dora_linear on the codes: decoded in the plan, products in bf16
     fp8         the same with compute="fp8": x quantised in the plan, products of codes
+    fp8_grad    with grad_compute="fp8" too: dz quantised in the plan, dx by a product of codes
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -29,7 +31,7 @@ from bench.clock import medians_of
 from bench.fp8_error import SCALES
 from bench.layer import truths
 from bench.suite import Run, Some, Suite, shapes
-from bench.ways import BF16, Inputs, S
+from bench.ways import BF16, Inputs, S, Way, differentiated, ratios
 from fdora.functional import dora_linear, dora_norm
 from fdora.quant import QuantWeight, quantize
 
@@ -47,36 +49,51 @@ def scaled_mm(x: torch.Tensor, W: QuantWeight) -> torch.Tensor:
     )
 
 
-def row_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespace) -> dict:
+def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
+    dense, x, A, B, m = W.dequantize(BF16), i.x, i.A, i.B, i.m
+    c, leaves = dora_norm(W, A.detach(), B.detach(), s=S), {"x": x, "A": A, "B": B}
+
+    def dora(W, **how) -> Way:
+        return differentiated(lambda: dora_linear(x, W, A, B, m, s=S, norm=c, **how), leaves | {"m": m}, i.dy)
+
+    def lora() -> torch.Tensor:
+        return F.linear(x, dense) + F.linear(F.linear(x, A), B) * S
+
+    return {
+        "linear": differentiated(lambda: F.linear(x, dense), {"x": x}, i.dy, "frozen"),
+        "lora": differentiated(lora, leaves, i.dy, "lora"),
+        "dense": dora(dense),
+        "decoded": dora(W),
+        "fp8": dora(W, compute="fp8"),
+        "fp8_grad": dora(W, compute="fp8", grad_compute="fp8"),
+    }
+
+
+def rows_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespace) -> Iterator[dict]:
+    """Forward, and forward with backward."""
     i = Inputs.random(M, K, N, r, BF16, options.device)
     W = quantize(i.W, "fp8", block=SCALES[scale], dtype=BF16)
-    dense, x = W.dequantize(BF16), i.x.detach()
-    A, B, m = (t.detach() for t in (i.A, i.B, i.m))
-    c = dora_norm(W, A, B, s=S)
-    fns = {
-        "linear": partial(F.linear, x, dense),
-        "lora": lambda: F.linear(x, dense) + F.linear(F.linear(x, A), B) * S,
-        "dense": partial(dora_linear, x, dense, A, B, m, s=S, norm=c),
-        "decoded": partial(dora_linear, x, W, A, B, m, s=S, norm=c),
-        "fp8": partial(dora_linear, x, W, A, B, m, s=S, norm=c, compute="fp8"),
-    }
-    failed, error = Failures(), {}
-    if scale == "row" and options.device != "cpu":
-        fns |= failed.attempt(["scaled_mm"], lambda _: scaled_mm(x, W))
-    exact = truths(i, W.dequantize(torch.float64))
-    with torch.no_grad():
-        for name, y in failed.attempt(fns, lambda name: fns[name]()).items():
-            want = exact[{"linear": "frozen", "scaled_mm": "frozen", "lora": "lora"}.get(name, "dora")]
-            error[name] = float(f"{want.errors({'y': y})['y']:.2e}")
-        ms = medians_of({name: fns[name] for name in error}, options.device, options.runs, failed)
-    row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "ms": ms}
-    return row | {"error": error, "failed": dict(failed)}
+    ways, exact = ways_of(i, W), truths(i, W.dequantize(torch.float64))
+    for mode in options.modes:
+        failed, error = Failures(), {}
+        some = {name: way for name, way in ways.items() if mode == "fwd_bwd" or name != "fp8_grad"}
+        fns = {name: way.forward if mode == "fwd" else way.both for name, way in some.items()}
+        for name, found in failed.attempt(fns, lambda name, fns=fns: fns[name]()).items():
+            found = found if isinstance(found, dict) else {"y": found}
+            error[name] = {key: float(f"{e:.2e}") for key, e in exact[ways[name].truth].errors(found).items()}
+        fns = {name: fns[name] for name in error}
+        if mode == "fwd" and scale == "row" and options.device != "cpu":
+            fns |= failed.attempt(["scaled_mm"], lambda _: scaled_mm(i.x.detach(), W))
+        ms = medians_of(fns, options.device, options.runs, failed)
+        row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "mode": mode, "ms": ms}
+        yield row | {"ratio": ratios(ms, [(name, "lora") for name in ms]), "error": error, "failed": dict(failed)}
 
 
 OPTIONS = {
     "--shapes": (shapes("4096x4096,4096x14336,14336x4096,8192x8192"), "K x N"),
     "--M": [16, 512, 4096],
     "--r": 64,
+    "--modes": Some(("fwd", "fwd_bwd")),
     "--scales": (Some(SCALES, ["row", "128 x 128"]), "of W"),
 }
 
@@ -84,7 +101,7 @@ OPTIONS = {
 def measure(run: Run) -> None:
     options = run.options
     for M, (K, N), scale in run.cases(product(options.M, options.shapes, options.scales)):
-        run.add(row_of(M, K, N, options.r, scale, options))
+        run.add(*rows_of(M, K, N, options.r, scale, options))
 
 
 main = Suite(__doc__, measure, OPTIONS, runs=5)

@@ -33,7 +33,7 @@ SIGNATURES = {
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, gamma=None, residual=None, norm=None, dropout_p=0.0, "
-    "dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, detach=True, compute=None, backend='auto')",
+    "dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
     "detach=True, backend='auto')",
     "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "

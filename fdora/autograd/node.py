@@ -2,7 +2,8 @@
 
 What differs from call to call is data: :class:`Call` says which forward runs (the layers', that of 8-bit
 products, the MLP's) and whether a residual is added; ``parts`` are the activations that the forward saves.
-An 8-bit product rounds x, which counts as the identity: backward runs in the dtype of x on the decoded W.
+An 8-bit product rounds x, which counts as the identity: backward runs in the dtype of x on the decoded W, or rounds dz for
+dx alone.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Call(NamedTuple):
     added to theirs before autograd sees any: a sum of autograd's is a pass over each."""
     fp8: bool = False
     """Of one layer: forward multiplies 8-bit numbers, and W is a QuantWeight of e4m3."""
+    fp8_grad: bool = False
+    """The same of backward, for dx."""
     residual: bool = False
     """Of one layer: a residual comes behind the operands. It is not saved."""
     seen: tuple[Tensor, ...] = ()
@@ -72,8 +75,8 @@ class Call(NamedTuple):
 
 def filled(call: Call, specs: Specs, run: Bound | None) -> Call:
     """Dynamo of torch 2.8 does not trace ``_replace``."""
-    options, drop, backend, act, full, fp8, residual, seen, keep, *_ = call
-    return Call(options, drop, backend, act, full, fp8, residual, seen, keep, specs, run)
+    options, drop, backend, act, full, fp8, fp8_grad, residual, seen, keep, *_ = call
+    return Call(options, drop, backend, act, full, fp8, fp8_grad, residual, seen, keep, specs, run)
 
 
 def layers(x: Tensor, operands: Sequence[Operands], call: Call, residual: Tensor | None = None) -> Sequence[Tensor]:
@@ -132,7 +135,7 @@ def gradients(
     """dx, and the gradients of each layer."""
     ops, (parts, kept, pre_scale) = OPS[call.backend], saved
     operands: Sequence[Operands] = layers_of(flat, call.specs)
-    if call.specs is not None:
+    if call.specs is not None and not call.fp8_grad:
         operands = readable(operands, x.dtype, call.backend)
     if call.act is not None:
         of_mlp, dy = SavedMlp.joined(parts, kept, pre_scale), dys[0]
@@ -140,7 +143,8 @@ def gradients(
         return ops.mlp_bwd(dy, x, operands, call.options, call.drop, call.act, of_mlp, need_x, needs)
     of_layers = Saved(parts[0], kept, pre_scale)
     if not call.full:
-        return ops.layers_bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, needs)
+        bwd = ops.fp8_bwd if call.fp8_grad else ops.layers_bwd
+        return bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, needs)
     A, B, m, _, bias = needs[0]
     asked = [Needs(A, B, m, A or B, bias)]
     dx, found = ops.layers_bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, asked)

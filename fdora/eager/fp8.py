@@ -4,9 +4,11 @@
     x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token, at least 2^-126
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
     y = g (base + s (x A^T) B^T) + bias
+    dx = q(dz a) (W / a) + s D'(dz B A)     backward, where it is asked for; a: of each row of W, 1 where W has scales of blocks
 
 Only x loses digits: 3 bits of fraction are left of each number, 2.6 % of it in the mean square, whatever its size; fewer below
-2^-15 of the largest, and nothing below 2^-19. The low-rank term reads x itself. q is taken for the identity in the backward.
+2^-15 of the largest, and nothing below 2^-19. The low-rank term reads x itself. Autograd takes q for the
+identity. dz is rounded as x is, by token or by 128 columns, and the other gradients read dz itself.
 """
 
 from __future__ import annotations
@@ -16,22 +18,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Operands, Options, Saved
-from fdora.eager.linear import as_matrix, linear_fwd, shaped
-from fdora.eager.norm import blocks, default_bytes
+from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
+from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
+from fdora.eager.dropout import drop
+from fdora.eager.linear import as_matrix, layers_bwd, linear_fwd, scaled, shaped
+from fdora.eager.norm import blocks, default_bytes, scale
 from fdora.quant import Codes8, QuantWeight
 
 BLOCK = 128  # columns of x under one scale where W has scales of blocks
 LARGEST = 448.0
 
 
-def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout) -> tuple[list[Tensor], Saved]:
+def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout) -> tuple[list[Tensor], Saved]:
     """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
     (la,), (o,), flat = layers, options, as_matrix(x)
     # The value before g is what q(x) gave: backward, which has x and the decoded W, could not form it again.
     o = o if o.save == "nothing" else Options(o.s, "pre_scale")
-    y, h, v = linear_fwd(flat, la, o, drop, None, base=base_of(flat, la.W))
+    y, h, v = linear_fwd(flat, la, o, dropout, None, base=base_of(flat, la.W))
     return [shaped(y, x)], Saved(h, (v,), (v is not None,))
+
+
+def fp8_bwd(
+    dys: Sequence[Tensor | None],
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    dropout: Dropout,
+    saved: Saved,
+    need_x: bool,
+    needs: Sequence[Needs],
+) -> tuple[Tensor | None, list[Grads]]:
+    """What layers_bwd gives for one layer; dx by a product of 8-bit numbers."""
+    (la,), (dy,), t = layers, dys, x.dtype
+    assert la.A is not None and la.B is not None and la.m is not None and la.c is not None
+    W = la.W.dequantize(t) if saved.kept[0] is not None and not saved.pre_scale[0] else None  # lost columns read it
+    _, grads = layers_bwd([dy], x, [Operands(W, *la[1:])], options, dropout, saved, False, needs)
+    if dy is None or not need_x:
+        return None, grads
+    dz = times_g(as_matrix(dy).to(acc_dtype(t)), scale(la.m, la.c), t)
+    through_A = drop(matmul(dz @ scaled(la.B, options[0].s, t), la.A.to(t)), la.seed, dropout.p)
+    return shaped(cast(through_base(dz, la.W) + through_A, t), x), grads
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -40,18 +66,42 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(x.float(), (0, -K % columns)).unflatten(1, (-1, columns)) if K else x.float()[:, None]
     largest = wide.abs().amax(2) if K else wide.new_zeros((M, 1))
     # By a tensor: by a number a GPU multiplies with its reciprocal, and the kernel divides.
-    scale = (largest / torch.full_like(largest, LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite
-    scale = scale.where(largest > 0, 1.0)
-    codes = (wide * (1 / scale)[:, :, None]).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :K], scale
+    each = (largest / torch.full_like(largest, LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite
+    each = each.where(largest > 0, 1.0)
+    codes = (wide * (1 / each)[:, :, None]).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :K], each
+
+
+def rounded(x: Tensor, facts: Codes8) -> Tensor:
+    """(M, K) -> q(x) float32."""
+    columns = BLOCK if facts.scale == "block" else max(1, x.shape[1])
+    codes, each = quantised(x, columns)
+    return codes.float() * each.repeat_interleave(columns, 1)[:, : x.shape[1]]
 
 
 def base_of(x: Tensor, W: QuantWeight) -> Tensor:
     """(M, K) -> q(x) W^T (M, N) float32."""
-    facts, (N, K) = W.facts, W.shape
-    assert isinstance(facts, Codes8)
-    columns = BLOCK if facts.scale == "block" else max(1, K)
-    codes, scale = quantised(x, columns)
-    q = codes.float() * scale.repeat_interleave(columns, 1)[:, :K]
-    rows = max(1, default_bytes(x.device) // (4 * max(1, K)))
-    return torch.cat([q @ W.dequantize(torch.float32, rows=slice(i, j)).T for i, j in blocks(N, rows)], 1)
+    q = rounded(x, facts_of(W))
+    return torch.cat([q @ W.dequantize(torch.float32, rows=rows).T for rows in _slabs(W, x)], 1)
+
+
+def through_base(dz: Tensor, W: QuantWeight) -> Tensor:
+    """(M, N) -> q(dz a) (W / a) (M, K) float32."""
+    facts, dx = facts_of(W), dz.new_zeros((len(dz), W.shape[1]), dtype=torch.float32)
+    a = W.tensors[1] if facts.scale == "row" else None
+    q = rounded(dz if a is None else dz.float() * a, facts)
+    for rows in _slabs(W, dz):
+        dense = W.dequantize(torch.float32, rows=rows) if a is None else W.tensors[0][rows].float()  # type: ignore[index]
+        dx += q[:, rows] @ dense
+    return dx
+
+
+def facts_of(W: QuantWeight) -> Codes8:
+    assert isinstance(W.facts, Codes8)
+    return W.facts
+
+
+def _slabs(W: QuantWeight, of: Tensor) -> list[slice]:
+    """Rows that are dense at once."""
+    N, K = W.shape
+    return [slice(i, j) for i, j in blocks(N, max(1, default_bytes(of.device) // (4 * max(1, K))))]

@@ -29,7 +29,7 @@ from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
 from fdora.functional.group import dora_linear_group
-from fdora.functional.linear import check_compute, dora_linear
+from fdora.functional.linear import COMPUTES, check_compute, dora_linear
 from fdora.functional.merge import dora_merge, dora_unmerge
 from fdora.functional.mlp import dora_mlp
 from fdora.functional.multi import dora_linear_multi
@@ -100,8 +100,9 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         assert rates is not None
         on = triton.device.of_gpu(0, rates.capability, rates.num_sms)
     noted, first, saved, out = record(fn, call, on, autocast)
-    if call.arguments.get("compute") is not None and on.gpu >= 0 and on.capability < 89:
-        raise fail(fn.__name__, "compute", "None on this GPU", "'fp8'", "It needs an NVIDIA GPU of sm_89 or newer.")
+    for which in COMPUTES:
+        if call.arguments.get(which) is not None and on.gpu >= 0 and on.capability < 89:
+            raise fail(fn.__name__, which, "None on this GPU", "'fp8'", "It needs an NVIDIA GPU of sm_89 or newer.")
     notes = _notes(fn, call.arguments, noted.plans[:first], noted.plans[first:], bool(saved))
     plans = tuple(triton.describe.describe(plan, rates) for plan in noted.plans[: None if backward else first])
     kept = _kept(fn, call.arguments, noted, saved, out)
@@ -156,8 +157,10 @@ def _check(fn: Callable, call: BoundArguments, device: torch.device, autocast: b
     except Checked as found:
         if fn is dora_norm_tree and a["state"] is not None:
             check_tree_state(fn.__name__, parts_of(_leaves(a["weights"])), a["state"])
-        if a.get("compute") is not None:
-            check_compute(fn.__name__, a["compute"], a["x"], a["W"], a["dropout_mode"] if a["dropout_p"] else "lora", "eager")
+        for which in COMPUTES:
+            if a.get(which) is not None:
+                mode = a["dropout_mode"] if a["dropout_p"] else "lora"
+                check_compute(fn.__name__, a[which], a["x"], a["W"], mode, "eager", which)
         return found.dtype
     except FdoraError as error:
         raise FdoraError(str(error).replace("meta", str(device))) from None

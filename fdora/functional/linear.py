@@ -42,6 +42,7 @@ def dora_linear(
     keep_inner: bool = False,
     detach: bool = True,
     compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
@@ -79,6 +80,9 @@ def dora_linear(
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
         On a GPU up to 64 tokens are multiplied by the decoded W, which is faster, and so are shapes without a kernel.
+      grad_compute: "fp8" does the same in backward, for the same x and W: dz = g dy is rounded to e4m3 for dx's product with
+        W, which loses about as much. The gradients of A, B, m and bias read dz itself. A GPU that is neither sm_90 nor sm_100
+        decodes W.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -88,7 +92,7 @@ def dora_linear(
     Raises:
       FdoraError: shapes, dtypes or devices disagree, W requires grad, s is not finite, dropout_p is outside [0, 1), mask_origin
         is no pair of positions, W is quantised with detach=False, gamma or residual meets dropout_mode "peft", residual meets
-        compute, or compute does not know such a W, x, dropout or GPU.
+        compute or grad_compute, or these do not know such a W, x, dropout or GPU.
       NotImplementedError: a second derivative is asked for.
 
     Memory: keeps x, x @ A.T (M, r) and, for m, y itself; of a quantised W what is stored. With a bias, under dropout_mode
@@ -104,19 +108,22 @@ def dora_linear(
 
         check_dropout(fn, dropout_p, dropout_mode)
         check_left_out(fn, {"gamma": gamma is not None, "residual": residual is not None, "detach": not detach})
-        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "compute": compute, "backend": backend}
+        options: dict[str, Any] = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        options |= {"compute": compute, "grad_compute": grad_compute}
         return _sharded.linear(dora_linear, x, layer, dropout_p, seed, mask_origin, **options)
     x = cast_x(fn, x, W)
     check_dropout(fn, dropout_p, dropout_mode)
     mode = dropout_mode if dropout_p else "lora"
     if gamma is not None or residual is not None:
-        check_epilogue(fn, x, W, gamma, residual, mode, compute)
+        check_epilogue(fn, x, W, gamma, residual, mode, compute or grad_compute)
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
-    choice, fp8 = select_backend(x, backend=backend).name, compute is not None
-    if fp8:
-        check_compute(fn, compute, x, W, mode, choice)
+    choice = select_backend(x, backend=backend).name
+    fp8, fp8_grad = compute is not None, grad_compute is not None
+    for which, asked in zip(COMPUTES, (compute, grad_compute), strict=True):
+        if asked is not None:
+            check_compute(fn, asked, x, W, mode, choice, which)
     full = not detach and residual is None
     if not full:
         c = norm_for(fn, x, layer, choice, detach, formed=not fp8)
@@ -126,12 +133,14 @@ def dora_linear(
     mask_seed = placed(seed_tensor(fn, seed, x.device), check_origin(fn, mask_origin)) if dropout_p else None
     make = _call if torch.compiler.is_compiling() else _remembered_call
     through = full and (A.requires_grad or B.requires_grad)
-    call = make(s, save_for_dm(m, c, keep_inner, through), dropout_p, mode, choice, full, fp8, residual is not None)
+    call = make(s, save_for_dm(m, c, keep_inner, through), dropout_p, mode, choice, full, fp8, fp8_grad, residual is not None)
     return layers(x, (Operands(W, A, B, m, c, bias, mask_seed),), call, residual)[0]
 
 
-def _call(s: float, save: SaveForDm, p: float, mode: DropoutMode, backend: str, full: bool, fp8: bool, residual: bool) -> Call:
-    return Call((Options(s, save),), Dropout(p, mode), backend, None, full, fp8, residual)
+def _call(
+    s: float, save: SaveForDm, p: float, mode: DropoutMode, backend: str, full: bool, fp8: bool, fp8_grad: bool, residual: bool
+) -> Call:
+    return Call((Options(s, save),), Dropout(p, mode), backend, None, full, fp8, fp8_grad, residual)
 
 
 _remembered_call = lru_cache(1024)(_call)  # three records in the time of one look-up
@@ -219,25 +228,26 @@ def saved_as(anything: bool, pre_scale: bool) -> SaveForDm:
 
 
 HALF = (torch.float16, torch.bfloat16)
+COMPUTES = ("compute", "grad_compute")
 
 
-def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: str) -> None:
-    """Products of 8-bit numbers: where W has them."""
+def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: str, of: str = "compute") -> None:
+    """Products of 8-bit numbers: where W has them. ``of``: the argument."""
     if compute != "fp8":
-        raise fail(fn, "compute", "None or 'fp8'", repr(compute), "None multiplies in the dtype of x.")
+        raise fail(fn, of, "None or 'fp8'", repr(compute), "None multiplies in the dtype of x.")
     facts = getattr(W, "facts", None)
     if not isinstance(facts, Codes8) or facts.code != "e4m3" or facts.unit != 1.0:
         have = f"'fp8' with {f'one of kind {W.kind}' if isinstance(W, QuantWeight) else 'a tensor'}"
-        raise fail(fn, "compute", "None for a W that is not of e4m3 codes", have, "Pass fdora.quant.quantize(W, 'fp8') for W.")
+        raise fail(fn, of, "None for a W that is not of e4m3 codes", have, "Pass fdora.quant.quantize(W, 'fp8') for W.")
     if facts.scale == "block" and facts.block[1] % 128:
-        raise fail(fn, "compute", "None for scales of so few columns", f"'fp8' with {facts.block}", "Blocks of 128 are served.")
+        raise fail(fn, of, "None for scales of so few columns", f"'fp8' with {facts.block}", "Blocks of 128 are served.")
     if x.dtype not in HALF:
-        raise fail(fn, "compute", "None for an x that is not half precision", f"'fp8' with {name(x.dtype)}", "Cast x and W.")
+        raise fail(fn, of, "None for an x that is not half precision", f"'fp8' with {name(x.dtype)}", "Cast x and W.")
     if mode == "peft":
         remedy = "It would round two inputs: drop the adapter's alone, with dropout_mode='lora'."
-        raise fail(fn, "compute", "None for dropout_mode='peft'", "'fp8'", remedy)
+        raise fail(fn, of, "None for dropout_mode='peft'", "'fp8'", remedy)
     if backend == "triton" and x.device.type == "cuda":
         have_8 = not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (8, 9)
         if not have_8:
             gpu = torch.cuda.get_device_name(x.device)
-            raise fail(fn, "compute", "None on this GPU", f"'fp8' on {gpu}", "It needs an NVIDIA GPU of sm_89 or newer.")
+            raise fail(fn, of, "None on this GPU", f"'fp8' on {gpu}", "It needs an NVIDIA GPU of sm_89 or newer.")

@@ -15,29 +15,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Operands, Options, Saved
+from fdora._records import Dropout, Grads, Operands, Options, Saved
 from fdora.quant import Codes8
-from fdora.triton.codes import Coded, groups_of, has_ptx, packed
+from fdora.triton.codes import Coded, groups_of, packed
 from fdora.triton.copy import in_dtype
 from fdora.triton.dropout import drop
+from fdora.triton.fp8_bwd import ALL, E4M3, quantised
 from fdora.triton.gemm import Epilogue, Operand, Scales, by_tma, gemm
-from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel
-from fdora.triton.linear import rows_of, saves_pre_scale
+from fdora.triton.kernels.fp8 import fp8_gemm_kernel
+from fdora.triton.linear import layers_bwd, rows_of, saves_pre_scale
 from fdora.triton.linear_fwd import forward
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import Out
 from fdora.triton.tiles.configs import power_of_two
 from fdora.triton.tiles.fp8 import fp8_config
 from fdora.triton.tiles.product import Ask
-
-BLOCK, TOKENS, ALL = 128, 16, 1 << 30
-E4M3 = torch.float8_e4m3fn
 
 
 def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout) -> tuple[list[Tensor], Saved]:
@@ -49,6 +45,11 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     y, h, *before = _fp8_linear(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
     kept = before[0] if before else None if o.save == "nothing" else y
     return [y], Saved(h, (kept,), (len(before) > 0,))
+
+
+def fp8_bwd(*of: Any) -> tuple[Tensor | None, list[Grads]]:
+    """What layers_bwd takes and gives; dx by a product of codes."""
+    return layers_bwd(*of, True)
 
 
 @maker("dora_linear forward, 8-bit product", "tokens rest")
@@ -69,7 +70,7 @@ def plan_fp8_linear(plan: Builder, x: Array, likes: Likes, save: str, p: float, 
         return
     plan.path = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
     plan.product(h, drop(plan, x, la.seed, p), in_dtype(plan, la.A, t).T, s)
-    x8, x_scale = _quantised(plan, x, columns > 0)
+    x8, x_scale = quantised(plan, x, columns > 0)
     scales = Scales(x_scale, W.rest[0], groups_of(W) if columns else 1, rows, columns)
     B, end = in_dtype(plan, la.B, t), Epilogue("scale", la.m, la.c, la.bias)
     if config.tma:
@@ -78,27 +79,6 @@ def plan_fp8_linear(plan: Builder, x: Array, likes: Likes, save: str, p: float, 
     given = {"x": x8, "w": codes, "h": h, "b": B, "out": y.flat(), "pre_scale": pre, **named("stride_br stride_bn", B.T.stride)}
     given |= {"M": M, "N": N, "K": K, "R": la.A.shape[0], "BLOCK_R": min(64, power_of_two(la.A.shape[0]))}
     plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
-
-
-def _quantised(plan: Builder, x: Array, blocks: bool) -> tuple[Array, Array]:
-    """(M, K) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
-    M, K = x.shape
-    out = plan.temp((M, K), E4M3)
-    scale = plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
-    args = {
-        "x": x,
-        "out": out.words((M, K), (K, 1), torch.uint8),
-        "scale": scale,
-        "M": M,
-        "K": K,
-        "PTX": has_ptx(plan.device.capability),
-    }
-    if blocks:
-        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
-    else:
-        block_k = min(16384, max(128, power_of_two(K)))
-        plan.launch(fp8_rows_kernel, (M,), {**args, "BLOCK_K": block_k}, num_warps=max(4, block_k // 1024))
-    return out, scale
 
 
 def _form(mode: str, block: tuple[int, int]) -> Codes8:

@@ -62,7 +62,7 @@ class Operand(NamedTuple):
 
 class Scales(NamedTuple):
     """Of an x and a W of e4m3 codes, as the kernel names them: of W one for BN rows and BK columns, of x one for 128 columns of
-    a token. BK is 0 where both have one for all columns."""
+    a token. BK is 0 where both have one for all columns, and W may have none."""
 
     x_scale: Array | None = None
     w_scale: Array | None = None
@@ -87,13 +87,14 @@ def gemm(
     pre_scale: Array | None = None,
     config: GemmConfig | None = None,
     scales: Scales = UNSCALED,
+    alone: bool = False,
 ) -> None:
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
     ``config`` overrides the choice, for the command that measures tiles. x and W may be codes with ``scales``, with a tile by
-    TMA.
+    TMA; ``alone`` leaves h B out of their product.
     """
-    (M, K), N, r = x.shape, out.shape[1], h.shape[1]
+    (M, K), N, r = x.shape, out.shape[1], 0 if alone else h.shape[1]
     if out.numel == 0:
         return
     w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
@@ -109,8 +110,8 @@ def gemm(
         bm, bn = config.BLOCK_M, config.BLOCK_N
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = programs_of(count, bm * bn * K, on.num_sms) if config.persistent else count
-        slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(r)))
-        one = scales is not UNSCALED and r <= RANKS
+        slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(h.shape[1])))
+        one = scales is not UNSCALED and 0 < r <= RANKS
         flatten = config.persistent and masked.seed is None and (scales is UNSCALED or one)
         w, b = (w.T, b.T) if trans_b else (w, b)
         ends = {"out": out, "pre_scale": pre_scale, "residual": epilogue.residual}

@@ -193,14 +193,16 @@ def layers_bwd(
     saved: Saved,
     need_x: bool,
     needs: Sequence[Needs],
+    fp8: bool = False,
 ) -> tuple[Tensor | None, list[Grads]]:
-    """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y."""
+    """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y. ``fp8``: dx of one
+    layer by a product of e4m3 codes (fp8_bwd.py)."""
     wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
     seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
     run_it: Any = linear_backward if seen else _linear_backward
     scalars, coded = [o.s for o in options], facts(layers)
-    of = (x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded)
+    of = (x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded, fp8)
     results = iter(run_it(*of))
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
@@ -217,17 +219,20 @@ def plan_backward(
     pre_scale: tuple[bool, ...],
     need_x: bool,
     needs: tuple[bool, ...],
-    *coded: Any,
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+    fp8: bool = False,
 ) -> None:
     """likes: each dy, what is kept of each y, the operands."""
     n = len(pre_scale)
     plan.name = plan.name if n == 1 else f"backward of {n} layers on one x"
     dys, kept = ([*map(plan.tokens, some)] for some in (likes[:n], likes[n : 2 * n]))
-    layers = read_layers(plan, x.dtype, likes[2 * n :], n, *coded)
+    layers = read_layers(plan, x.dtype, likes[2 * n :], n, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
     dx = plan.result_tokens("dx", 0, x.shape[1], x.dtype) if need_x else None
     grads, hs, drops = result_grads(plan, layers, needs), columns_of_h(h, layers), [Dropout(p, mode)] * n
-    backward(plan, [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, grads, drops)], dx)
+    parts = [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, grads, drops)]
+    backward(plan, parts if not fp8 else [parts[0]._replace(fp8=True)], dx)
 
 
 # the same as ops that torch sees
@@ -254,7 +259,7 @@ linear, _linear = asking(
 linear_backward, _linear_backward = planned(
     "linear_backward",
     "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, float p, str mode, bool[] pre_scale, "
-    "bool need_x, bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
+    "bool need_x, bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
     plan_backward,
     lambda x, h, dys, kept, operands, s, p, mode, pre_scale, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
 )

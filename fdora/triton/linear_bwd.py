@@ -14,6 +14,7 @@ from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
+from fdora.triton.fp8_bwd import CODES, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
 from fdora.triton.runtime.builder import Builder
@@ -70,22 +71,24 @@ def backward(plan: Builder, parts: Sequence[Given], dx: Array | None) -> None:
         product = f"{how}; {why_many(x)}"
     layers = [of.la for of in parts]
     packed = [la for la in layers if isinstance(la.W, Packed)]
-    no_dz = dx is not None and all(of.la.A is None or takes_g(plan.device, of) for of in parts)
+    no_dz = dx is not None and how != CODES and all(of.la.A is None or takes_g(plan.device, of) for of in parts)
     plan.path = f"one pass for {'' if no_dz else 'dz and '}the sums over tokens, then {product}"
     if dx is not None and packed:
         few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
         decoded = "g W" if no_dz else "W"
-        plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
+        if how != CODES:
+            plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
     elif no_dz and any(la.A is not None for la in layers):
         plan.path += "; W is scaled by g, and dy is not"
 
 
 def _backward(plan: Builder, of: Given) -> str:
     """Returns how dx is formed, in words."""
-    dy, x, la, s, h, *_, grads, dropout, dx, accumulate = of
+    dy, x, la, s, h, *_, grads, dropout, dx, accumulate, _ = of
     t, r, how, coded = x.dtype, la.A.shape[0], "no dx is asked for", isinstance(la.W, Packed)
     peft, few = la.seed is not None and dropout.mode == "peft", t != torch.float32 and is_few(plan, dy, la, False)
-    if dx is not None and takes_g(plan.device, of):
+    codes = codes_config(plan, of) if of.fp8 and dx is not None else None
+    if dx is not None and codes is None and takes_g(plan.device, of):
         return scaled_backward(plan, of, lambda out, W, A, dh: _dx(plan, of._replace(dx=out), dy, None, W, A, dh))
     both = not few and at_once(plan.device, of)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)
@@ -96,7 +99,7 @@ def _backward(plan: Builder, of: Given) -> str:
     small = dx is not None and la.seed is None and few
     dense = la
     if coded:
-        dense = la._replace(W=weight_in(plan, la.W, t) if dx is not None and not small else None)
+        dense = la._replace(W=weight_in(plan, la.W, t) if dx is not None and not small and codes is None else None)
     sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
     scale.scale_backward(plan, of._replace(la=dense), sums, config)
     if dense.W is None:
@@ -113,7 +116,9 @@ def _backward(plan: Builder, of: Given) -> str:
     elif dx is not None or grads.A is not None:
         dh = plan.temp((x.shape[0], r), t)
         plan.product(dh, dz, in_dtype(plan, la.B, t), s)
-        if dx is not None:
+        if dx is not None and codes is not None:
+            how = dx_of_codes(plan, of, dz, dh, codes)
+        elif dx is not None:
             W, A = weight_in(plan, la.W, t), in_dtype(plan, la.A, t)
             how = _dx(plan, of, dz, less, W, A, dh)
         if grads.A is not None:

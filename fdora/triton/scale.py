@@ -43,6 +43,7 @@ class Given(NamedTuple):
     dropout: Dropout
     dx: Array | None = None
     accumulate: bool = False
+    fp8: bool = False  # dx by a product of e4m3 codes, where there is one
 
 
 class Sums(NamedTuple):

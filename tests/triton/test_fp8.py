@@ -7,8 +7,12 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
 from fdora.functional import dora_linear, dora_norm
-from fdora.triton import fp8
-from fdora.triton.fp8 import _quantised
+from fdora.quant import Codes8
+from fdora.triton import fp8, fp8_bwd
+from fdora.triton.codes import Coded, written
+from fdora.triton.fp8_bwd import CODES
+from fdora.triton.fp8_bwd import quantised as quantise
+from fdora.triton.linear import plan_backward
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
@@ -44,7 +48,7 @@ def test_the_same_codes(M, K, dtype, blocks):
         out = plan.result("codes", (M, K), torch.float8_e4m3fn), plan.result("scale", (-(-K // 128) if blocks else 1, M), FP32)
         plan.temp = lambda shape, dtype=None: next(rest)
         rest = iter(out)
-        assert _quantised(plan, given, blocks) == out
+        assert quantise(plan, given, blocks) == out
 
     codes, scale = results_of(write, x)
     want, each = quantised(x, 128 if blocks else K)
@@ -84,6 +88,24 @@ def test_the_same_layer(kind, M, N, K, r, by):
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "tall block"])
+@pytest.mark.parametrize(
+    "M, N, K, r, p", [(5, 160, 304, 20, 0), (130, 160, 304, 20, 0), (300, 256, 400, 80, 0), (90, 272, 128, 20, 0.4)]
+)
+def test_the_same_dx(kind, M, N, K, r, p, by):
+    """Few tokens, and scales of blocks that no step has to itself, are multiplied by the decoded W; and all without TMA."""
+    t = layer(kind, N, K, r, dtype=HALF)
+    x, dy = x_of(M, K=K, dtype=HALF), torch.randn(M, N, device=device.NAME, dtype=HALF)
+    on_codes = M > LIMIT and by == "tma" and kind != "tall block"
+    results = []
+    for backend, grad_compute in (("triton", "fp8"), ("eager", "fp8" if on_codes else None)):
+        y = dora_linear(x, *t, s=S, dropout_p=p, seed=7, grad_compute=grad_compute, backend=backend)
+        results.append(torch.autograd.grad(y, [x, *t[1:]], dy))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
+
+
+@needs_kernels
 @pytest.mark.parametrize("w_scale, x_size", [(0.0, 1.0), (1e-24, 6e-8)])
 def test_a_block_of_next_to_nothing(w_scale, x_size, by):
     """Beside large ones, with others like it behind it and before it."""
@@ -103,8 +125,8 @@ def test_a_block_of_next_to_nothing(w_scale, x_size, by):
 
 @needs_kernels
 def test_strides_dropout_and_compiled_code():
-    t = layer("block", dtype=HALF)
-    x = x_of(10, 8, K=600, dtype=HALF).detach()[..., ::2]
+    t = layer("block", K=320, dtype=HALF)
+    x = x_of(10, 8, K=640, dtype=HALF).detach()[..., ::2]
     for options in ({}, {"dropout_p": 0.4, "seed": 5}):
         y, want = (dora_linear(x, *t, s=S, compute="fp8", backend=b, **options) for b in ("triton", "eager"))
         assert rel_l2(y.detach(), want.detach()) < 2e-3
@@ -140,14 +162,31 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
     codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
     likes = [alike(M, K, dtype=BF16), codes, scales, alike(r, K, dtype=BF16), alike(N, r, dtype=BF16), *[vector] * 3, None]
     by_tma, found = 90 <= target < 120, {}
-    choose = fp8.fp8_config
+    choose, facts = fp8.fp8_config, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))])
+    saved = [likes[0], alike(M, r, dtype=BF16), *[alike(M, N, dtype=BF16)] * 2]
+    of_backward = (
+        [*saved, None, *likes[3:], *likes[1:3]],
+        gpu(target),
+        0.0,
+        "lora",
+        (True,),
+        True,
+        (True, True, True, False, True),
+    )
     for config in tiles(r, mode == "block", target) if by_tma else [None]:
-        monkeypatch.setattr(fp8, "fp8_config", lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to)))
-        plan = fp8.plan_fp8_linear(likes, gpu(target), "pre_scale", 0.0, mode, block)
-        found |= {kind(step): step for name in ("fp8", "gemm_tma") for step in launches(plan, name)}
+        for file in (fp8, fp8_bwd):
+            monkeypatch.setattr(
+                file, "fp8_config", lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to))
+            )
+        plans = [fp8.plan_fp8_linear(likes, gpu(target), "pre_scale", 0.0, mode, block)]
+        plans += [plan_backward(*of_backward, *facts, True)]
+        assert (CODES in plans[1].path) == (by_tma and N > 137)
+        found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made = build(step, target)
         assert_fits(made, target, tmp_path)
+        if step.kernel.__name__ == "turn_kernel":
+            assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
         if step.kernel.__name__ in ("fp8_gemm_kernel", "gemm_tma_kernel") and N > 137:
             ptx = made.asm["ptx"]
             assert ("f32.e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx  # none of halves

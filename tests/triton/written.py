@@ -347,14 +347,22 @@ def calls_of_coded_layers(M, N, K, r, dtype):
 
 def calls_of_fp8(M, N, K, r, dtype):
     """Products of 8-bit codes, with scales of every kind."""
+    from fdora.quant import Codes8
+    from fdora.triton.codes import Coded, written
     from fdora.triton.fp8 import plan_fp8_linear
+    from fdora.triton.linear import plan_backward
 
     codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
     for mode, scales in (("tensor", 1), ("row", N), ("block", -(-N // 128) * -(-K // 128))):
         for bias, seed, save in ((None, None, "output"), (vector, alike(dtype=torch.int64), "pre_scale")):
             A, B = alike(r, K, dtype=FP32), alike(N, r, dtype=FP32)
             likes = [alike(M, K, dtype=dtype), codes, alike(scales, dtype=FP32), A, B, vector, vector, bias, seed]
-            yield plan_fp8_linear, likes, (save, 0.1 if seed else 0.0, mode, (128, 128) if mode == "block" else (0, 0))
+            p, block = 0.1 if seed else 0.0, (128, 128) if mode == "block" else (0, 0)
+            yield plan_fp8_linear, likes, (save, p, mode, block)
+            facts = map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))
+            saved = [likes[0], alike(M, r, dtype=dtype), *[alike(M, N, dtype=dtype)] * 2]
+            needs = (True, True, True, False, bias is not None)
+            yield plan_backward, [*saved, None, *likes[3:], *likes[1:3]], (p, "lora", (True,), True, needs, *facts, True)
 
 
 def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False, ids=False):

@@ -30,23 +30,31 @@ def _code(v, PTX: tl.constexpr):
     return (code | ((bits >> 24) & 128)).to(tl.uint8)
 
 
+@triton.jit
+def _columns(x, by, k, K):
+    """Of a token, in float32, each times its own factor where there are any."""
+    v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if by is not None:
+        v *= tl.load(by + k, mask=k < K, other=0.0)
+    return v
+
+
 @triton.jit(launch_metadata=launched)
-def fp8_rows_kernel(x, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr, PTX: tl.constexpr):
+def fp8_rows_kernel(x, by, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr, PTX: tl.constexpr):
     """A token for each program, which holds BLOCK_K of its columns; the others it reads twice."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    first = tl.load(x + t * stride_xm + k, mask=k < K, other=0.0)
-    largest = tl.abs(first.to(tl.float32))
+    first = _columns(x + t * stride_xm, by, k, K)
+    largest = tl.abs(first)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        v = tl.load(x + t * stride_xm + k0 + k, mask=k < K - k0, other=0.0)
-        largest = tl.maximum(largest, tl.abs(v.to(tl.float32)))
+        largest = tl.maximum(largest, tl.abs(_columns(x + t * stride_xm, by, k0 + k, K)))
     s = _scale_of(tl.max(largest, axis=0))
     tl.store(scale + t, s)
     inverse = tl.div_rn(1.0, s)
-    tl.store(out + t * K + k, _code(first.to(tl.float32) * inverse, PTX), mask=k < K)
+    tl.store(out + t * K + k, _code(first * inverse, PTX), mask=k < K)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        v = tl.load(x + t * stride_xm + k0 + k, mask=k < K - k0, other=0.0)
-        tl.store(out + t * K + k0 + k, _code(v.to(tl.float32) * inverse, PTX), mask=k < K - k0)
+        v = _columns(x + t * stride_xm, by, k0 + k, K)
+        tl.store(out + t * K + k0 + k, _code(v * inverse, PTX), mask=k < K - k0)
 
 
 @triton.jit(launch_metadata=launched)
@@ -58,6 +66,14 @@ def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLO
     s = _scale_of(tl.max(tl.abs(v), axis=1))
     tl.store(scale + tl.program_id(1).to(tl.int64) * M + t, s, mask=t < M)
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(v * tl.div_rn(1.0, s)[:, None], PTX), mask=mask)
+
+
+@triton.jit(launch_metadata=launched)
+def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
+    """Bytes (N, K) as (K, N), without gaps."""
+    n, k = block_on(0, BLOCK), block_on(1, BLOCK)
+    v = tl.load(addresses(Matrix(codes, stride_n, stride_k), n, k), mask=within(n, k, N, K))
+    tl.store(addresses(Matrix(out, N, None), k, n), v.T, mask=within(k, n, K, N))
 
 
 @triton.jit(launch_metadata=launched)

@@ -81,7 +81,8 @@ def _scaled_codes(
         for k0 in range(0, K, BLOCK_K):
             acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc)
         acc *= tl.load(x_scale + t, mask=t < M, other=0.0)[:, None]
-        acc *= tl.load(w_scale + n // BN, mask=n < N, other=0.0)[None, :]
+        if w_scale is not None:
+            acc *= tl.load(w_scale + n // BN, mask=n < N, other=0.0)[None, :]
     return acc
 
 

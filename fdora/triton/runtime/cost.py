@@ -91,7 +91,7 @@ MULTI_GEMM = Work("x w h b out pre_scale g", "M N K x, M N R x")
 QUANT = Work("codes scales scales2 A B partial dense", "N K R A")
 BANK_NORM = Work("W A B partial", "N K R G A")
 COMPOSE_FWD, COMPOSE_BWD = Work("base lora y"), Work("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
-FP8_ROWS = Work("x out scale")
+FP8_ROWS = Work("x by out scale")
 SMALL, GRAMS = "M N K x, M N R x, M N R u", "R R N A?parts_A, R R K A?parts_B"
 COSTS = {
     "act_bwd_kernel": Work("da gate up dgate dup"),
@@ -184,6 +184,7 @@ COSTS = {
     "strip_norm_kernel": Work("W A B partial grams", "N K R G A, R K R G A"),
     "strip_root_kernel": Work("B partial grams c", "N R R G c"),
     "sum_kernel": Work("partial out"),
+    "turn_kernel": Work("codes out"),
 }
 
 
