@@ -49,9 +49,8 @@ def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
     """The tile of such a product; None where W is decoded. ``of``: as of linear_bwd.py."""
     la, (M, K), form, on = of.la, of.dx.shape, of.la.W.form, plan.device
     N, (rows, columns) = la.W.shape[0], form.block if form.scale == "block" else (0, ALL)
-    if not 90 <= on.capability < 120 or N % 16 or K % 8 or rows % BLOCK:
-        return None
-    return fp8_config(Ask(M, K, N, la.A.shape[0], True, False, True, on.capability, on.num_sms), columns, rows)
+    config = fp8_config(Ask(M, K, N, la.A.shape[0], True, False, True, on.capability, on.num_sms), columns, rows)
+    return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:

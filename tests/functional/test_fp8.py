@@ -48,16 +48,16 @@ def same(got, want):
     return torch.equal(got, want) if device.NAME == "cpu" else rel_l2(got, want) < 5e-3
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", BLOCKS if device.NAME == "cpu" else ["tensor", "row", "block"])  # what sm_90 has tiles for
 @pytest.mark.parametrize("bias", [False, True])
 def test_only_x_is_rounded(kind, bias):
-    W, A, B, m = layer(kind)
-    x, b = x_of(3, 5), torch.randn(72, device=device.NAME, dtype=BF16) if bias else None
+    W, A, B, m = layer(kind, K=304)
+    x, b = x_of(3, 30, K=304), torch.randn(72, device=device.NAME, dtype=BF16) if bias else None
     c = dora_norm(W, A, B, s=S)
     y = dora_linear(x, W, A, B, m, s=S, bias=b, norm=c, compute="fp8")
-    assert y.shape == (3, 5, 72) and y.dtype == BF16
+    assert y.shape == (3, 30, 72) and y.dtype == BF16
     dense, g = W.dequantize(torch.float64), (m.double() / c.double())
-    q = rounded(x.detach(), 128 if "block" in kind else 300)
+    q = rounded(x.detach(), 128 if "block" in kind else 304)
     base, lora = q @ dense.T, S * x.double() @ A.double().T @ B.double().T
     want = g * (base + lora) + (0 if b is None else b.double())
     assert rel_l2(y.detach(), want.detach()) < 3e-3  # y and the low-rank factors are bfloat16
@@ -71,9 +71,9 @@ def test_only_x_is_rounded(kind, bias):
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 def test_backward_is_that_of_the_decoded_weight(kind, dtype):
     """dx, dA and dB do not read what forward rounded; dm is the derivative of what forward computed."""
-    W, A, B, m = layer(kind, dtype=dtype)
-    x, b = x_of(9, dtype=dtype), torch.randn(72, device=device.NAME, dtype=dtype).requires_grad_()
-    c, dy = dora_norm(W, A, B, s=S), torch.randn(9, 72, device=device.NAME, dtype=dtype)
+    W, A, B, m = layer(kind, K=304, dtype=dtype)  # so many columns and tokens are multiplied as codes on a GPU too
+    x, b = x_of(90, K=304, dtype=dtype), torch.randn(72, device=device.NAME, dtype=dtype).requires_grad_()
+    c, dy = dora_norm(W, A, B, s=S), torch.randn(90, 72, device=device.NAME, dtype=dtype)
     leaves = [x, A, B, m, b]
     results = [
         torch.autograd.grad(dora_linear(x, W, A, B, m, s=S, bias=b, norm=c, compute=how), leaves, dy) for how in ("fp8", None)

@@ -60,7 +60,8 @@ def test_the_same_codes(M, K, dtype, blocks):
 def by(request, as_hopper, monkeypatch):
     """How tiles come: on a CPU as on an sm_90, whose kernels are interpreted; or as on a GPU without TMA."""
     if request.param == "pointers":
-        monkeypatch.setattr(fp8, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
+        for file in (fp8, fp8_bwd):
+            monkeypatch.setattr(file, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
     elif device.NAME == "cpu":
         as_hopper()
     return request.param
