@@ -10,7 +10,7 @@ the shapes, and for few tokens, W is decoded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,18 @@ E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 CODES = "dz as e4m3 codes, one fused product of codes for dx"
 
 
-def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None) -> tuple[Array, Array]:
+class Other(NamedTuple):
+    """What becomes codes beside x: see kernels/fp8.py."""
+
+    OTHER: str = ""
+    other: Array | None = None
+    factor: float = 1.0
+
+
+ONLY_X = Other()
+
+
+def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X) -> tuple[Array, Array]:
     """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
     M, K = x.shape
     out, scale = plan.temp((M, K), E4M3), plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
@@ -41,7 +52,7 @@ def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None) ->
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
         block_k = min(16384, max(128, power_of_two(K)))
-        plan.launch(fp8_rows_kernel, (M,), {**args, "by": by, "BLOCK_K": block_k}, num_warps=max(4, block_k // 1024))
+        plan.launch(fp8_rows_kernel, (M,), {**args, "by": by, "BLOCK_K": block_k}, other, num_warps=max(4, block_k // 1024))
     return out, scale
 
 
@@ -53,12 +64,19 @@ def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
     return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
+def turned(plan: Builder, codes: Array) -> Array:
+    """(N, K) bytes -> (K, N) e4m3."""
+    N, K = codes.shape
+    out = plan.temp((K, N), E4M3)
+    given = {"codes": codes, "out": out.words((K, N), (N, 1), torch.uint8), **named("stride_n stride_k", codes.stride)}
+    plan.launch(turn_kernel, (cdiv(N, TURNED), cdiv(K, TURNED)), given | {"N": N, "K": K, "BLOCK": TURNED})
+    return out
+
+
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
     dx, la, W, t = of.dx, of.la, of.la.W, dz.dtype
     (N, K), form, scale, A = W.shape, W.form, W.rest[0], in_dtype(plan, of.la.A, dz.dtype)
-    codes, blocks = plan.temp((K, N), E4M3), form.scale == "block"
-    given = {"codes": W.codes, "out": codes.words((K, N), (N, 1), torch.uint8), **named("stride_n stride_k", W.codes.stride)}
-    plan.launch(turn_kernel, (cdiv(N, TURNED), cdiv(K, TURNED)), given | {"N": N, "K": K, "BLOCK": TURNED})
+    codes, blocks = turned(plan, W.codes), form.scale == "block"
     dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
     scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
     if blocks:

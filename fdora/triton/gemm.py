@@ -35,7 +35,7 @@ from fdora.triton.tiles.product import Ask, fused_config
 
 
 class Epilogue(NamedTuple):
-    """What happens to the accumulator: "none", "scale", "residual", "accumulate", "rows" or "table"."""
+    """What happens to the accumulator: "none", "scale", "residual", "dropped", "accumulate", "rows" or "table"."""
 
     kind: str = "none"
     m: Array | None = None
@@ -118,6 +118,7 @@ def gemm(
         tiles = tiled(config, trans_b, {"x": x, "x_masked": x_masked}, {"w": w}, ends)
         tiles |= tiled(slab, trans_b, {"h": _fit(plan, h)}, {"b": _fit(plan, b)}, {})
         given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": flatten, "ONE_SLAB": one}
+        given["p"] = masked.p
         plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config, scales)
         return
     if x_masked is not None and x_masked.stride != x.stride:

@@ -13,6 +13,7 @@ from fdora.triton.codes import Packed
 from fdora.triton.copy import gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
+from fdora.triton.dropped import WORDS, dropped_dx, tile_of_dropped
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.fp8_bwd import CODES, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
@@ -95,12 +96,14 @@ def _backward(plan: Builder, of: Given) -> str:
     fused_B = grads.B if config.BLOCK_R else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
     dz = plan.temp(dy.shape, t) if need_dz else None
-    less = plan.temp(dy.shape, t) if peft and dx is not None else None
+    beside = plan.temp(dy.shape, t) if peft and dx is not None else None
+    tile = None if beside is None else tile_of_dropped(plan, beside, la.W, la.W.shape[1], r, dropout.p, t)
     small = dx is not None and la.seed is None and few
     dense = la
     if coded:
         dense = la._replace(W=weight_in(plan, la.W, t) if dx is not None and not small and codes is None else None)
-    sums = scale.Sums(dz, less, grads.m, grads.c, grads.bias, fused_B)
+    of_dy = (0.0, 1.0) if tile is None else (1.0, 1 / (1 - dropout.p))
+    sums = scale.Sums(dz, beside, grads.m, grads.c, grads.bias, fused_B, *of_dy)
     scale.scale_backward(plan, of._replace(la=dense), sums, config)
     if dense.W is None:
         redo(plan, of)
@@ -120,7 +123,11 @@ def _backward(plan: Builder, of: Given) -> str:
             how = dx_of_codes(plan, of, dz, dh, codes)
         elif dx is not None:
             W, A = weight_in(plan, la.W, t), in_dtype(plan, la.A, t)
-            how = _dx(plan, of, dz, less, W, A, dh)
+            if tile is not None and beside is not None:
+                dropped_dx(plan, of, beside, dh, W, A, tile)
+                how = WORDS
+            else:
+                how = _dx(plan, of, dz, beside, W, A, dh)
         if grads.A is not None:
             xd = drop(plan, x, la.seed, dropout.p)
             if both:

@@ -11,6 +11,7 @@ from fdora.triton.codes import Packed
 from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
+from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
@@ -104,6 +105,10 @@ def _forward(
         epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else residual))
         return "products by cuBLAS"
     if peft:
+        tile = tile_of_dropped(plan, x, W, W.shape[0], h.shape[1], dropout.p, t)
+        if tile is not None:
+            dropped_forward(plan, x, xd, la, W, h, B, out, dropout.p, tile)
+            return WORDS
         pre = plan.temp(y.shape, t) if pre is None else pre
         gemm(plan, pre, xd, h, Operand(W, B, trans=True))
         gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("residual", la.m, la.c, la.bias, pre))

@@ -50,11 +50,13 @@ class Sums(NamedTuple):
     """Where the results of the pass go; None for what nobody wants. dB only where its config fuses it."""
 
     dz: Array | None = None
-    dz_minus_dy: Array | None = None
+    beside: Array | None = None  # (lead + gain (g - 1)) dy
     dm: Array | None = None
     dc: Array | None = None
     dbias: Array | None = None
     dB: Array | None = None
+    lead: float = 0.0
+    gain: float = 1.0
 
 
 def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True, long: int = 0) -> ScaleConfig:

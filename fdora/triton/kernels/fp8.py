@@ -31,29 +31,40 @@ def _code(v, PTX: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, by, k, K):
-    """Of a token, in float32, each times its own factor where there are any."""
+def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
+    """Of a token, in float32, each times its own factor where there are any. OTHER is "dropped": of those that are zeros in
+    ``other``, and zeros; "minus": less ``other``; both times ``factor``."""
     v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if OTHER == "dropped":
+        v = factor * tl.where(tl.load(other + k, mask=k < K, other=0.0) == 0, v, 0.0)
+    elif OTHER == "minus":
+        v = factor * (v - tl.load(other + k, mask=k < K, other=0.0).to(tl.float32))
     if by is not None:
         v *= tl.load(by + k, mask=k < K, other=0.0)
     return v
 
 
 @triton.jit(launch_metadata=launched)
-def fp8_rows_kernel(x, by, out, scale, M, K, stride_xm, BLOCK_K: tl.constexpr, PTX: tl.constexpr):
+def fp8_rows_kernel(
+    x, other, by, out, scale, factor, M, K, stride_xm, stride_other,
+    OTHER: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
+):
     """A token for each program, which holds BLOCK_K of its columns; the others it reads twice."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    first = _columns(x + t * stride_xm, by, k, K)
+    x += t * stride_xm
+    if other is not None:
+        other += t * stride_other
+    first = _columns(x, other, by, factor, k, K, OTHER)
     largest = tl.abs(first)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        largest = tl.maximum(largest, tl.abs(_columns(x + t * stride_xm, by, k0 + k, K)))
+        largest = tl.maximum(largest, tl.abs(_columns(x, other, by, factor, k0 + k, K, OTHER)))
     s = _scale_of(tl.max(largest, axis=0))
     tl.store(scale + t, s)
     inverse = tl.div_rn(1.0, s)
     tl.store(out + t * K + k, _code(first * inverse, PTX), mask=k < K)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        v = _columns(x + t * stride_xm, by, k0 + k, K)
+        v = _columns(x, other, by, factor, k0 + k, K, OTHER)
         tl.store(out + t * K + k0 + k, _code(v * inverse, PTX), mask=k < K - k0)
 
 

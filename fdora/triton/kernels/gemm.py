@@ -93,7 +93,7 @@ def _scale_of(by_t, by_n, t, mask):
 
 @triton.jit(**ANY_LENGTH)
 def gemm_tma_kernel(
-    x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale,
+    x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, p,
     M, N, K, R, groups, PROGRAMS,
     BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -103,10 +103,14 @@ def gemm_tma_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         row, col = tile_of_product(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        if EPILOGUE != "accumulate":  # rows that TMA fills up are slow: the last tile begins earlier, over rows of another
+        if EPILOGUE != "accumulate" and EPILOGUE != "dropped":  # rows that TMA fills up are slow: the last tile begins
+            # earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
         if x_scale is not None:
             acc = _scaled_codes(x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K)
+            if seed is not None:  # of what is dropped alone
+                keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
+                acc = tl.where(keep, 0.0, acc)
             if ONE_SLAB:
                 acc = tl.dot(h.load([row, 0]), b.load([col, 0]).T, acc)
             else:
@@ -120,7 +124,7 @@ def gemm_tma_kernel(
             acc = _slabs(acc, x, w, row, col, steps_k, TRANS_B, BLOCK_K)
         else:
             acc = sum_by_tma(x, w, h, b, row, col, steps_k, steps_r, TRANS_B, BLOCK_M, BLOCK_N, BLOCK_K)
-        ends = (out, pre_scale, residual, m, c, bias)
+        ends = (out, pre_scale, residual if EPILOGUE != "dropped" else (residual, p), m, c, bias)
         finish_tma(acc, ends, row, col, M, N, EPILOGUE, EPILOGUE_SUBTILE)
 
 

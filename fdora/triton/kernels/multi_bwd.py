@@ -27,7 +27,7 @@ def multi_scale_kernel(
         ga = tl.load(g + tl.cast(a, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
     sums = scaled(
         Matrix(dy, stride_dy, None), Matrix(None if partial_m is None else saved, stride_saved, None),
-        Matrix(h, stride_hm, None), dz, None, ga, n, 0, lo, hi, hi, N, R,
+        Matrix(h, stride_hm, None), dz, None, ga, None, n, 0, lo, hi, hi, N, R,
         partial_bias is not None, BLOCK_R, BLOCK_M, STAGES,
     )
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)

@@ -104,7 +104,9 @@ def finish(
     """The tile of a result that begins at (row, col): to ``pre_scale`` as it is, and to ``out`` with g, bias and residual.
 
     EPILOGUE   "scale" by g = m / c, where m is there; "normed": c is a pair, where the norms go and their squares;
-               "residual": (g - 1) residual is added; "rows": m has one for each row; "segments": m is g, c as in by_segments;
+               "residual": (g - 1) residual is added; "dropped": (g - 1) v is, v = (acc - p residual) / (1 - p), which goes to
+               ``pre_scale``; ``residual`` is a pair of it and p; "rows": m has one for each row; "segments": m is g, c as in
+               by_segments;
                "table": m is g of each adapter, c has the adapter of each row
     STORE      "pointer" | "tma": out, pre_scale and residual are tensor descriptors | "rows": out and pre_scale are pairs of a
                descriptor and a pointer, by which a tile is written that ends behind row M, where others begin
@@ -114,9 +116,14 @@ def finish(
     t, n = row + tl.arange(0, acc.shape[ACROSS]), col + tl.arange(0, acc.shape[1 - ACROSS])
     at = tl.expand_dims(t, 1 - ACROSS).to(tl.int64) * N + tl.expand_dims(n, ACROSS)
     mask = tl.expand_dims(t < M, 1 - ACROSS) & tl.expand_dims(n < N, ACROSS)
-    if pre_scale is not None:
+    if EPILOGUE == "dropped":
+        v = (acc - residual[1] * _read(residual[0], row, col, at, mask, STORE).to(tl.float32)) / (1 - residual[1])
+        if pre_scale is not None:
+            _write(pre_scale, v, row, col, at, mask, M, N, STORE)
+        acc += tl.expand_dims(g_tile(m, c, n, N) - 1, ACROSS) * v
+    elif pre_scale is not None:
         _write(pre_scale, acc, row, col, at, mask, M, N, STORE)
-    if m is not None:
+    if m is not None and EPILOGUE != "dropped":
         if EPILOGUE == "segments":
             acc = by_segments(acc, m, c, t, n, M, N, STORE)
         elif EPILOGUE == "table":
@@ -136,7 +143,7 @@ def finish(
                 acc = acc * tl.expand_dims(g, ACROSS)
     if bias is not None:
         acc += tl.expand_dims(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), ACROSS)
-    if residual is not None and EPILOGUE != "residual":  # may be ``out``: no other program touches this tile
+    if residual is not None and EPILOGUE != "residual" and EPILOGUE != "dropped":  # may be ``out``: nobody else has this tile
         acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)
     _write(out, acc, row, col, at, mask, M, N, STORE)
 

@@ -66,12 +66,12 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
 
 @triton.jit
 def scaled(
-    dy, saved, h, dz, dz_minus_dy, g, n, first, begin, end, M, N, R,
+    dy, saved, h, dz, beside, g, g_beside, n, first, begin, end, M, N, R,
     WITH_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """dz = g dy of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``, and their sums of dy v, dy and dz^T h.
-    Everything is loaded before anything is stored: no load is moved ahead of a store. Sums stay one to an element of the tile
-    until the end: their reduction asks the warps to meet."""
+    """dz = g dy (and beside it dy with another factor) of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``,
+    and their sums of dy v, dy and dz^T h. Everything is loaded before anything is stored: no load is moved ahead of a store.
+    Sums stay one to an element of the tile until the end: their reduction asks the warps to meet."""
     all_m = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
     all_bias = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
     r = tl.arange(0, BLOCK_R if BLOCK_R > 0 else 1)
@@ -87,8 +87,8 @@ def scaled(
             z = d.to(dy.p.dtype.element_ty) if g is None else times_g(d, g, dy.p.dtype.element_ty)
         if dz is not None:
             store(z, Matrix(dz, N, None), t, n, M, N)
-        if dz_minus_dy is not None:
-            store(times_g(d, g - 1, dz_minus_dy.dtype.element_ty), Matrix(dz_minus_dy, N, None), t, n, M, N)
+        if beside is not None:
+            store(times_g(d, g_beside, beside.dtype.element_ty), Matrix(beside, N, None), t, n, M, N)
         if saved.p is not None:
             all_m += d * v
         if WITH_BIAS:
@@ -117,25 +117,27 @@ def scale_kernel(
     dy, saved,  # (M, N)
     x, w, h, b,  # (M, K), (N, K), (M, R), (N, R)
     m, c,  # (N,)
-    dz, dz_minus_dy,  # (M, N)
+    dz, beside,  # (M, N)
     partial_m, partial_bias, partial_B,  # (strips, N) twice, (strips, N, R)
     dm, dc, dbias, dB,  # (N,) three times, (N, R)
-    M, N, K, R, ROWS, tiny,
+    M, N, K, R, ROWS, tiny, lead, gain,
     stride_dy, stride_saved, stride_xm, stride_xk, stride_wn, stride_wk, stride_hm, stride_hr, stride_bn, stride_br,
     BLOCK_R: tl.constexpr, SAVED_PRE_SCALE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """dz, and the sums of each strip of ROWS tokens; of a SINGLE one what comes of them."""
+    """dz, (lead + gain (g - 1)) dy beside it, and the sums of each strip of ROWS tokens; of a SINGLE one what comes of them."""
     if PDL:
         gdc_launch_dependents()
     n, strip = strip_at(N, BLOCK_N, FLAT)
     dy, h = Matrix(dy, stride_dy, None), Matrix(h, stride_hm, stride_hr)
-    g = None
-    if dz is not None or dz_minus_dy is not None or BLOCK_R > 0:
+    g, g_beside = None, None
+    if dz is not None or beside is not None or BLOCK_R > 0:
         g = g_tile(m, c, n, N)[None, :]
+        if beside is not None:
+            g_beside = lead + gain * (g - 1)
     kept = Matrix(None if dm is None and dc is None else saved, stride_saved, None)
     sums = scaled(
-        dy, kept, h, dz, dz_minus_dy, g, n, strip * ROWS, 0, tl.minimum(ROWS, M - strip * ROWS), M, N, R,
+        dy, kept, h, dz, beside, g, g_beside, n, strip * ROWS, 0, tl.minimum(ROWS, M - strip * ROWS), M, N, R,
         dbias is not None, BLOCK_R, BLOCK_M, STAGES,
     )
     if SINGLE:

@@ -91,7 +91,7 @@ MULTI_GEMM = Work("x w h b out pre_scale g", "M N K x, M N R x")
 QUANT = Work("codes scales scales2 A B partial dense", "N K R A")
 BANK_NORM = Work("W A B partial", "N K R G A")
 COMPOSE_FWD, COMPOSE_BWD = Work("base lora y"), Work("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
-FP8_ROWS = Work("x by out scale")
+FP8_ROWS = Work("x other by out scale")
 SMALL, GRAMS = "M N K x, M N R x, M N R u", "R R N A?parts_A, R R K A?parts_B"
 COSTS = {
     "act_bwd_kernel": Work("da gate up dgate dup"),
@@ -169,9 +169,7 @@ COSTS = {
     "quant_kernel": QUANT,
     "rest_kernel": Work("base h b out pre_scale", "M N R base"),
     "rows_kernel": Work("x out"),
-    "scale_kernel": Work(
-        "dy dz dz_minus_dy partial_m partial_bias partial_B saved?dm|dc h?BLOCK_R dB?SINGLE", "M N R dy?BLOCK_R"
-    ),
+    "scale_kernel": Work("dy dz beside partial_m partial_bias partial_B saved?dm|dc h?BLOCK_R dB?SINGLE", "M N R dy?BLOCK_R"),
     "segment_scan_kernel": Work("partial_A key order sums"),
     "segment_total_kernel": Work("sums sums key"),
     "shrink_kernel": Work("x a part", "M R K x"),
