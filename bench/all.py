@@ -101,6 +101,8 @@ TABLE = {
         "bench.lengths --dropout 0.05 --adapter fp32 --layers 2 --ways peft_lora,use_fdora_fused,use_fdora_fused_lora_dropout "
         "--count 120",
     ),
+    "trainer": Entry(300, "bench.trainer --warmup"),
+    "trainer_compiled": Entry(500, "bench.trainer --compiled"),
     "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
     "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
     **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
@@ -183,7 +185,7 @@ TABLE = {
 }
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
 FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
-FILES |= {"lengths": "steps", "serve": "multi"}
+FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}
 WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
 # Commands that take --seconds.
 TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")

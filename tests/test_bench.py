@@ -42,6 +42,7 @@ SMALL = {
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
     "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4 --runs 1 --cell-seconds 0",
     "lengths": "--layers 1 --loss-tokens 4 --model tiny --r 4 --count 22 --least 4 --most 9 --warmup",
+    "trainer": "--tiny --layers 1 --r 4 --steps 3",
     "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
     "diffusion": "--tiny --models klein,sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1",

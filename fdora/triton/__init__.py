@@ -24,3 +24,4 @@ from fdora.triton import tree as tree
 from fdora.triton.runtime import describe as describe
 from fdora.triton.runtime import device as device
 from fdora.triton.runtime import native as native
+from fdora.triton.runtime import walk as walk

@@ -1,8 +1,11 @@
 """Numbers of tokens that never repeat: what stays of each in memory, and kernels that are compiled before any comes."""
 
 import os
+import threading
 from functools import partial
 from inspect import signature
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +18,16 @@ from fdora.functional import ahead, dora_linear
 from fdora.triton import linear
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device
+from fdora.triton.runtime.private import HAS_PDL
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 from tests.triton.recorder import assembled, recording
 from tests.triton.test_walk import in_c, on_cpu
+from tests.triton.written import BF16, FP32, alike, arrays, by_tma, layer
 
 MiB = 2**20
 K, N, r = 2048, 1024, 16
+NUMBERS = count(90)  # of GPUs for which nothing was compiled
 
 
 def resident():
@@ -72,6 +78,65 @@ def test_all_lengths_share_few_kernels():
         noted, *_ = ahead.record(dora_linear, call, Device(0, 90, 132, True), False)
         found |= {key for plan in noted.plans for key in walk.native.keys_of(plan)}
     assert 10 < len(found) <= 25
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """An sm_90 in the place of this machine's GPU, whose launches do nothing, and an empty cache: what is compiled, and where."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    seen, number = [], next(NUMBERS)
+
+    def note(src, cache_hit, **facts):
+        seen.append((src.name, threading.current_thread() is threading.main_thread()))
+        assert not cache_hit
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232_448},
+        load_binary=lambda *args: (1, 1, 32, 0, 1024),
+        unload_module=lambda module: None,
+    )
+    hopper = SimpleNamespace(
+        get_current_device=lambda: number,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=lambda src, metadata: lambda *args: None,
+        utils=utils,
+    )
+    monkeypatch.setattr(driver, "_active", hopper)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", note)
+    return seen
+
+
+def tensor_like(like):
+    if like is not None:
+        skipped = 0 if like.aligned else 1
+        whole = torch.empty(skipped + like.nbytes // like.dtype.itemsize, dtype=like.dtype, device="meta")
+        return whole.as_strided(like.shape, like.stride, skipped)
+
+
+@pytest.mark.skipif(
+    INTERPRETED, reason="interpreted kernels are not compiled; runs without TRITON_INTERPRET, in the first half of `make test`"
+)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_kernels_are_compiled_in_threads_as_a_walk_asks_for_them(aligned, compiled):
+    """After that it compiles nothing: dtypes, alignment, descriptors, constants and options are those of the launches."""
+    import triton
+
+    likes = alike(64, 64, dtype=BF16, aligned=aligned), *layer(64, 64, 16, BF16, FP32, seed=True)
+    plan = linear.plan_forward(likes, Device(-1, 90, 132, HAS_PDL), 0.1, "peft", ("output",), True)
+    steps = walk.native.launches_of(plan)
+    assert any(map(by_tma, steps)) and aligned == all(a.aligned for step in steps for a in arrays(step))
+    walk.compile_launches(steps)
+    assert len(compiled) == len(set(walk.native.keys_of(plan))) > 2
+    in_threads = hasattr(triton, "AsyncCompileMode")  # from Triton 3.5 on
+    assert not any(at_home for _, at_home in compiled if in_threads)
+    before = len(compiled)
+    walk.run(plan, tuple(map(tensor_like, likes)), (2.0,))
+    assert len(compiled) == before
 
 
 @needs_kernels

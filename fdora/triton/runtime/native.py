@@ -53,7 +53,11 @@ def program(plan: Plan) -> Any:
 
 def keys_of(plan: Plan) -> list[tuple]:
     """What the kernel of each launch is compiled for."""
-    return [_key(plan.device, step) for step in plan.steps if isinstance(step, Launch)]
+    return [_key(plan.device, step) for step in launches_of(plan)]
+
+
+def launches_of(plan: Plan) -> list[Launch]:
+    return [step for step in plan.steps if isinstance(step, Launch)]
 
 
 def _fits(plan: Plan, module: Any) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +46,13 @@ def has_launch_hooks() -> bool:
     """Whether somebody listens to launches, or debugs them: they get them the public way."""
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or _knobs.debug)
+
+
+def compiling_in_threads() -> AbstractContextManager[Any]:
+    """Inside, ``kernel.warmup(...)`` asks for what threads compile, and the end waits for all of it. Before Triton 3.5, or
+    interpreted, it does its work itself."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    return mode(ThreadPoolExecutor()) if mode else nullcontext()
 
 
 class Compiled(NamedTuple):

@@ -7,7 +7,7 @@ listens to launches) the walk below does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -23,6 +23,7 @@ from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
 from fdora.triton.runtime.private import (
     OPTIONS,
+    compiling_in_threads,
     current_device,
     exchange_device,
     has_launch_hooks,
@@ -144,19 +145,12 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
         return torch.empty(0, dtype=a.dtype, device=device).set_(base.untyped_storage(), start // a.itemsize, a.shape, a.stride)
 
     def argument(a: Any) -> Any:
-        if isinstance(a, Array):
-            return tensor(a)
-        if isinstance(a, Tile):
-            return TensorDescriptor(tensor(a.array), list(a.array.shape), list(a.array.stride), list(a.block))
-        return scalars[a.number] if isinstance(a, Scalar) else a
+        return _argument(a, tensor, scalars.__getitem__)
 
     for step in plan.steps:
         if isinstance(step, Launch):
-            options = OPTIONS | ({"launch_pdl": True} if step.pdl else {})
             args = [argument(a) for a in step.args]
-            built = step.kernel[step.grid](
-                *args, *step.constexprs, num_warps=step.num_warps, num_stages=step.num_stages, **options
-            )
+            built = step.kernel[step.grid](*args, *step.constexprs, **_options(step))
             if not any(map(native.is_more_aligned, step.args, args)):  # else compiled for more than its key says
                 native.remember(plan.device, step, built)
         elif isinstance(step, Product):
@@ -164,6 +158,31 @@ def _walk(plan: Plan, tensors: Sequence[Tensor | None], scalars: tuple[float, ..
         else:
             tensor(step.out).zero_()
     return results
+
+
+def _argument(a: Any, tensor: Callable[[Array], Tensor], scalar: Callable[[int], float]) -> Any:
+    if isinstance(a, Array):
+        return tensor(a)
+    if isinstance(a, Tile):
+        return TensorDescriptor(tensor(a.array), list(a.array.shape), list(a.array.stride), list(a.block))
+    return scalar(a.number) if isinstance(a, Scalar) else a
+
+
+def _options(step: Launch) -> dict[str, Any]:
+    return OPTIONS | {"num_warps": step.num_warps, "num_stages": step.num_stages} | ({"launch_pdl": True} if step.pdl else {})
+
+
+def compile_launches(launches: Iterable[Launch]) -> None:
+    """What :func:`run` would have compiled one by one, for the current GPU and in threads, while the next is looked for."""
+
+    def bare(a: Array) -> Tensor:
+        skipped = 0 if a.aligned else 1
+        return torch.empty(skipped + 1, dtype=a.dtype, device="meta")[skipped:]
+
+    with compiling_in_threads():
+        for step in launches:
+            args = [_argument(a, bare, float) for a in step.args]  # any scalars
+            step.kernel.warmup(*args, *step.constexprs, grid=step.grid, **_options(step))
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool) -> None:

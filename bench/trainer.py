@@ -1,0 +1,186 @@
+"""Training as people run it: transformers' Trainer on a whole causal model of 8B shape, one way after the other.
+
+    python -m bench.trainer --device cuda --json FILE
+    python -m bench.trainer --device cuda --layers 8 --steps 6
+    python -m bench.trainer --device cuda --compiled
+
+bench.model's models with random weights in bf16, float32 adapters under bf16 autocast, lora_dropout 0.05, every decoder layer
+checkpointed, a fused AdamW, data loading in two processes (none on a CPU), a log line each step. A step is 16 micro-batches of
+one sequence, unpadded, in one order for all ways. Lengths are bench.schedule's "mixed": log-normal by median and spread of the
+example lengths that LoRAFusion's source gives for XSum, CNN/DailyMail and WikiSum together, 5 % below 351 tokens, half below
+882, 95 % below 2216, cut at ``--most``. Tokens are random, of few kinds: what there is to learn is which.
+
+A step's wall time runs from the end of the step before until the GPU is done; the first, from the start of the training, has
+compilation in it. ``ms`` is the median and ``seconds`` the sum over the steps behind the first two, with their shares of
+LoRA's; ``peak_mb`` is the most beyond the frozen model, with adapters and optimizer; losses and norms of gradients are what the
+Trainer logs. ``--compiled``: ``torch_compile=True``. ``--warmup``: fdora.warmup before the training. Every way draws masks of
+its own, so what it logs is near the others' and not the same; with ``--dropout 0`` fdora fails where it is not PEFT's DoRA's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from bench import model, schedule
+from bench.clock import free, synchronize
+from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, judge, left
+from bench.rivals import adapted, paths
+from bench.suite import One, Run, Suite, stack
+from bench.ways import S
+from fdora.integrations.peft import warmup
+
+WAYS = ("peft_lora", "peft_dora", "peft_fdora_fused", "peft_fdora_fused_lora_dropout")
+MICRO = 16
+BEGIN = 2  # steps that may compile
+WORDS = 1000  # kinds of tokens
+SHORTER = 64  # of --tiny
+LOGGED = ("loss", "grad_norm")
+FACTS = ("model", "layers", "dtype", "adapter", "dropout", "compiled", "steps", "seed")
+
+
+def samples(vocabulary: int, options) -> list[dict[str, Tensor]]:
+    """What one sequence is for the Trainer, for every micro-batch of every step."""
+    generator = torch.Generator().manual_seed(0)
+    ((*batches,),) = schedule.drawn(["mixed"], options.steps, MICRO, options.most, seed=0)
+    lengths = [length // SHORTER + 1 if options.tiny else length for batch in batches for length in batch]
+    ids = [torch.randint(min(WORDS, vocabulary), (length,), generator=generator) for length in lengths]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def trained(way: nn.Module, data: Sequence[dict[str, Tensor]], options) -> tuple[list[float], list[int], dict[str, list]]:
+    """Of each step: seconds, tokens, and what is logged."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    ends, tokens = [], []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            synchronize(options.device)
+            ends.append(time.perf_counter())
+
+        def on_step_begin(self, *args, **kwargs):
+            tokens.append(0)
+
+        def on_step_end(self, *args, **kwargs):
+            synchronize(options.device)
+            ends.append(time.perf_counter())
+
+    class Counted(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            tokens[-1] += inputs["input_ids"].numel()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    on_cpu = options.device == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=MICRO,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            learning_rate=1e-4,
+            optim="adamw_torch_fused",
+            bf16=(options.dtype, options.adapter) == ("bf16", "fp32"),
+            torch_compile=options.compiled,
+            dataloader_num_workers=0 if on_cpu else 2,
+            use_cpu=on_cpu,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to="none",
+            save_strategy="no",
+            seed=options.seed,
+            data_seed=0,
+        )
+        trainer = Counted(way, arguments, train_dataset=data, callbacks=[Clock()])
+        trainer.train()
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    logged = {key: [round(line[key], 6) for line in steps] for key in LOGGED}
+    return [end - begin for begin, end in pairwise(ends)], tokens, logged
+
+
+def row(way: str, base: nn.Module, values: dict, data: list[dict[str, Tensor]], run: Run) -> dict:
+    options, found, on_gpu = run.options, {"way": way}, run.options.device != "cpu"
+    how = adapted_as(options)
+    torch._dynamo.reset()
+    free(options.device)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    made, _ = adapted(way, base, values, "all-linear", S, "CAUSAL_LM", how["dropout"])
+    if options.warmup and "fdora" in way:
+        with how["context"]():
+            done = warmup(made, {len(each["input_ids"]) for each in data})
+        found |= {"warmup_s": round(done.seconds, 2), "kernels": done.kernels}
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, tokens, logged = trained(made, data, options)
+    later = seconds[BEGIN:]
+    found |= {"first_s": round(seconds[0], 3), "ms": round(1e3 * statistics.median(later), 3), "seconds": round(sum(later), 3)}
+    found |= {"tokens": sum(tokens), "tokens_per_s": round(sum(tokens[BEGIN:]) / sum(later))}
+    if on_gpu:
+        found["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
+    if "fdora" in way and not options.compiled:  # compiled calls are not counted
+        run.result["paths"][way] = paths(made)
+    return found | logged
+
+
+def measure(run: Run) -> None:
+    options = run.options
+    run.set(**{name: getattr(options, name) for name in FACTS}, micro_batches=MICRO, paths={}, failed=run.failed)
+    torch.manual_seed(0)
+    base = model.network(options, options.layers)
+    values, data = adapters(base, options.r, DTYPES[options.adapter]), samples(base.config.vocab_size, options)
+    for way in options.ways:
+        for each in run.failed.attempt([way], lambda way: row(way, base, values, data, run)).values():
+            run.add(each | against(each, {row["way"]: row for row in run.result["rows"]}))
+
+
+def against(mine: dict, known: dict[str, dict]) -> dict:
+    """Shares of LoRA's time, and the largest relative distance of what is logged from PEFT's DoRA's."""
+    lora, dora, found = known.get("peft_lora", mine), known.get("peft_dora"), {}
+    for key in ("ms", "seconds"):
+        found[f"{key}_ratio"] = round(mine[key] / lora[key], 3)
+    if dora and "fdora" in mine["way"]:
+        pairs = [pair for key in LOGGED for pair in zip(mine[key], dora[key], strict=True)]
+        found["apart"] = max(abs(a / b - 1) for a, b in pairs)
+    return found
+
+
+def judged(run: Run) -> None:
+    apart = {row["way"]: {"log": row["apart"]} for row in run.result["rows"] if "apart" in row and not run.options.dropout}
+    judge(apart, MOST_APART[run.options.dtype], run.failed, left(run.result["paths"], run.options))
+
+
+OPTIONS = {
+    **{name: each for name, each in stack(36, WAYS, seq=None).items() if name != "--loss-tokens"},
+    "--model": One(model.ARCHITECTURES, "qwen3-8b"),
+    "--adapter": (One(DTYPES, "fp32"), "of A, B and m; of a bf16 model under autocast"),
+    "--dropout": (0.05, "lora_dropout of every way"),
+    "--r": 64,
+    "--steps": 12,
+    "--most": 4000,
+    "--compiled": (False, "torch_compile=True"),
+    "--warmup": (False, "fdora.warmup before the first step"),
+    "--seed": (0, "of what is dropped; the data and their order stay"),
+    "--tiny": False,
+}
+
+
+def check(parser, options):
+    options.sweep = None  # of bench.model
+    if options.steps <= BEGIN:
+        parser.error(f"--steps must be above {BEGIN}, which are left out")
+
+
+main = Suite(__doc__, measure, OPTIONS, check=check, judge=judged)
+parse = main.parse
+
+
+if __name__ == "__main__":
+    main()

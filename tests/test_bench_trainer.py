@@ -1,0 +1,42 @@
+"""bench.trainer in small, on the CPU: every way trains on the same data in the same order, and a wrong fdora is seen."""
+
+import pytest
+
+pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
+pytest.importorskip("accelerate", reason="transformers' Trainer wants it; `make test` installs it")
+from bench import records, trainer
+
+SMALL = "--tiny --layers 1 --r 4 --steps 3 --dropout 0 --ways peft_dora,peft_fdora_fused"
+
+
+def test_fdora_trains_as_pefts_dora(tmp_path):
+    path = tmp_path / "result.json"
+    trainer.main([*SMALL.split(), "--json", str(path)])
+    result = records.load(path)
+    dora, fdora = result["rows"]
+    assert result["failed"] == {} and result["paths"] == {"peft_fdora_fused": {"fused": fdora_calls(result)}}
+    lengths = [len(each["input_ids"]) for each in trainer.samples(128, trainer.parse(SMALL.split()))]
+    assert dora["tokens"] == fdora["tokens"] == sum(lengths) and len(set(lengths)) > 10
+    assert len({*dora["loss"]}) == len({*dora["grad_norm"]}) == 3 and 0 < fdora["apart"] < 0.02
+    assert (dora["way"], fdora["ms_ratio"]) == ("peft_dora", 1.0)  # no LoRA beside it
+
+
+def fdora_calls(result):
+    """Seven layers, forward and again for backward, in every micro-batch."""
+    return 7 * 2 * result["micro_batches"] * result["steps"]
+
+
+def test_a_wrong_fdora_fails_the_command(monkeypatch):
+    stock = trainer.adapted
+
+    def spoilt(way, *args):
+        model, leaves = stock(way, *args)
+        for name, p in leaves.items():
+            p.data.mul_(2 if "fdora" in way and name[0] == "m" else 1)
+        return model, leaves
+
+    monkeypatch.setattr(trainer, "adapted", spoilt)
+    with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['log of peft_fdora_fused'\]"):
+        trainer.main(SMALL.split())
+    with pytest.raises(SystemExit, match="2"):
+        trainer.parse(["--steps", "2"])
