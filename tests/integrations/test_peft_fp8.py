@@ -23,7 +23,7 @@ from fdora.integrations._peft.ahead import calls_of
 from fdora.integrations._peft.quantised import family, own_product
 from fdora.integrations.peft import enabled, init_magnitude, report, restore, use_fdora
 from fdora.quant import from_fp8, quantize
-from tests import reference
+from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.integrations.models import perturb
 from tests.integrations.one_layer import S, trained, truth
@@ -37,8 +37,8 @@ CONFIG = dict(r=8, lora_alpha=16, target_modules=["0"], use_dora=True)
 def filled(layer, block):
     """Codes, and scales in the shape and the dtype that the layer has for them."""
     torch.manual_seed(0)
-    W = quantize(torch.randn(N, K) / 16, "fp8", block=block)
-    codes, scale = W.tensors
+    layer = layer.to(device.NAME)
+    codes, scale = quantize(torch.randn(N, K) / 16, "fp8", block=block).to(device.NAME).tensors
     name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale"
     with torch.no_grad():
         layer.weight.copy_(codes)
@@ -81,14 +81,19 @@ def checkpoint(kind="blocks", **config):
 
 def dense(*names, dtype=HALF, bias=True, **config):
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(K, N, bias=bias), nn.ReLU(), nn.Linear(N, K)).to(dtype)
+    base = nn.Sequential(nn.Linear(K, N, bias=bias), nn.ReLU(), nn.Linear(N, K)).to(device.NAME, dtype)
     config = CONFIG | {"target_modules": list(names or ["0", "2"])} | config
     return perturb(get_peft_model(base, LoraConfig(**config)))
 
 
-def inputs(dtype=HALF, tokens=6):
+def inputs(dtype=HALF):
+    """On a GPU more tokens than are multiplied by the decoded weight there."""
     torch.manual_seed(1)
-    return torch.randn(tokens, K, dtype=dtype, requires_grad=True)
+    return torch.randn(6 if device.NAME == "cpu" else 96, K).to(device.NAME, dtype).requires_grad_()
+
+
+def ids():
+    return torch.arange(24, device=device.NAME).view(2, 12)
 
 
 def step(model, x):
@@ -142,7 +147,7 @@ def test_and_multiplies_codes_where_it_is_asked_to(kind):
     (row,) = report(model)
     assert (row.compute, row.codes, row.why_decoded) == ("fp8", 1, "")
     assert "fp8 products of codes 1x" in str(report(model)) and "in 1 of 1 layers" in str(report(model))
-    with torch.autocast("cpu", HALF):
+    with torch.autocast(device.NAME, HALF):
         assert model(x.detach().float()).dtype == HALF
     assert report(model)[0].codes == 2
 
@@ -170,22 +175,19 @@ def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):
 @pytest.mark.parametrize(
     ("make", "x", "why"),
     [
-        (lambda: checkpoint()[0], inputs(torch.float32), "a torch.float32 input"),
-        (lambda: checkpoint(lora_dropout=0.5)[0], inputs(), "lora_dropout as PEFT means it"),
-        (lambda: dense("0", dtype=torch.float32), inputs(torch.float32), "a torch.float32 base weight"),
-        (lambda: get_peft_model(nn.Sequential(nn.Embedding(50, K)), LoraConfig(**CONFIG)), torch.arange(5), "not a plain"),
+        (lambda: checkpoint()[0], lambda: inputs(torch.float32), "a torch.float32 input"),
+        (lambda: checkpoint(lora_dropout=0.5)[0], inputs, "lora_dropout as PEFT means it"),
+        (lambda: dense("0", dtype=torch.float32), lambda: inputs(torch.float32), "a torch.float32 base weight"),
+        (lambda: get_peft_model(nn.Sequential(nn.Embedding(50, K)), LoraConfig(**CONFIG)), ids, "not a plain"),
     ],
 )
 def test_what_multiplies_no_codes_says_why(make, x, why):
-    model = make()
-    with torch.no_grad():
-        model(x) if family(first(model).base_layer) == "" else None
-        y = use_fdora(model, compute="fp8")(x)
+    """And computes what it does without being asked."""
+    model, x, ys = make().to(device.NAME), x(), []
+    for how in (None, "fp8"):
         torch.manual_seed(2)
-        y = model(x)
-        torch.manual_seed(2)
-        same([use_fdora(model)(x)], [y])
-    use_fdora(model, compute="fp8")(x)
+        ys.append(use_fdora(model, compute=how)(x))
+    same(*[[y] for y in ys])
     (row,) = report(model)
     assert row.codes == 0 and row.why_decoded.startswith(why)
     assert f"no fp8 products of codes: {why}" in str(report(model)) and "in 0 of 1 layers" in str(report(model))
@@ -227,10 +229,10 @@ def test_what_holds_codes_and_is_another_layer():
     grouped, other = FP8GroupedLinear(K, N, 2, (128, 128)), CHECKPOINTS["FBGEMM"]()[0]
     other.weight_zero_point = torch.zeros(1)
     assert family(grouped) == family(other) == ""
-    unread = FP8Linear(K, N)
-    unread.weight_scale_inv = nn.Parameter(torch.ones(7))
-    model = get_peft_model(nn.Sequential(nn.Linear(K, N)), LoraConfig(**CONFIG))
-    first(model).base_layer, unread.forward = unread, lambda x: x @ torch.ones(K, N)
+    unread = FP8Linear(K, N).to(device.NAME)
+    unread.weight_scale_inv = nn.Parameter(torch.ones(7, device=device.NAME))
+    model = get_peft_model(nn.Sequential(nn.Linear(K, N, device=device.NAME)), LoraConfig(**CONFIG))
+    first(model).base_layer, unread.forward = unread, lambda x: x @ torch.ones(K, N, device=x.device)
     with pytest.raises(FdoraError, match="must run through fdora, got a weight that cannot be read"):
         use_fdora(model)(inputs(torch.float32))
 
@@ -272,7 +274,7 @@ def test_a_dense_weight_is_rounded_once_and_says_so(tmp_path):
         for each in (model, stock):
             each.base_model.set_adapter(names)
         assert rel_l2(first(model)(x), first(stock)(x)) < (4e-2 if names == ["second"] else 1e-2)
-    mixed = first(model)(x.detach(), adapter_names=["default", "second", "plain"] * 2)
+    mixed = first(model)(x.detach(), adapter_names=["default", "second", "plain"] * (len(x) // 3))
     assert rel_l2(mixed[2], first(stock.set_adapter("plain") or stock)(x)[2]) < 1e-2
     assert [row.why_decoded for row in report(model)] == ["a batch of several adapters"] * 2
 
@@ -324,7 +326,7 @@ def test_a_rounded_layer_moves_copies_and_loads_as_codes():
     use_fdora(model, compute="fp8")
     want, base = model(x), first(model).base_layer
     stored = [base.weight.clone(), base.weight_scale.clone()]
-    for moved in (copy.deepcopy(model).half(), copy.deepcopy(model).to("cpu", torch.float64)):
+    for moved in (copy.deepcopy(model).half(), copy.deepcopy(model).to(device.NAME, torch.float64)):
         base = first(moved).base_layer
         same([base.weight.view(torch.uint8), base.weight_scale], [stored[0].view(torch.uint8), stored[1]])
         assert base.bias.dtype in (torch.float16, torch.float64)
@@ -364,18 +366,17 @@ def test_what_is_not_rounded():
 def llama():
     torch.manual_seed(0)
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
-    base = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).to(HALF)
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).to(device.NAME, HALF)
     return perturb(get_peft_model(base, LoraConfig(r=8, use_dora=True, target_modules="all-linear")))
 
 
 @pytest.mark.parametrize("fuse", [None, True])
 def test_layers_that_share_x_run_one_by_one(fuse):
     """Of blocks that use_fdora knows. Where x is no half precision, nothing is rounded and they are one call again."""
-    ids = torch.arange(24).view(2, 12)
     outs = []
     for how in (fuse, False):
         model = use_fdora(llama(), compute="fp8", fuse=how)
-        out = model(input_ids=ids, labels=ids)
+        out = model(input_ids=ids(), labels=ids())
         out.loss.backward()
         outs.append([out.logits, *(p.grad for p in model.parameters() if p.grad is not None)])
         assert [(row.fused, row.codes, row.composed) for row in report(model)] == [(1, 1, 0)] * 14
@@ -389,9 +390,9 @@ def test_vision_blocks_add_their_residual_themselves(family):
     """The sum after a product of codes is not in its call: the same bits as layer by layer."""
     outs = []
     for fuse in (True, False):
-        model = use_fdora(vision(family, HALF), compute="fp8", fuse=fuse).eval()
+        model = use_fdora(vision(family, HALF).to(device.NAME), compute="fp8", fuse=fuse).eval()
         with torch.no_grad():
-            outs.append(output(model, images(HALF)))
+            outs.append(output(model, images(HALF).to(device.NAME)))
         assert all(row.codes == row.fused == 1 for row in report(model))
     same(*[[y] for y in outs])
 
@@ -399,16 +400,15 @@ def test_vision_blocks_add_their_residual_themselves(family):
 def test_a_fresh_adapter_on_a_rounded_weight():
     """m was that of the weight before: init_magnitude makes g 1 again."""
     torch.manual_seed(0)
-    model = get_peft_model(nn.Sequential(nn.Linear(K, N, dtype=HALF)), LoraConfig(**CONFIG))
+    model = get_peft_model(nn.Sequential(nn.Linear(K, N, dtype=HALF, device=device.NAME)), LoraConfig(**CONFIG))
     use_fdora(model, compute="fp8")
     A, B, m = trained(model)
-    W = quantize(nn.Linear(K, N, dtype=HALF).weight, "fp8", block="row")
     before = m.clone()
     init_magnitude(model)
     base = first(model).base_layer
     W = from_fp8(base.weight, base.weight_scale, "row")
     assert torch.equal(m, dora_norm(W, A, B, s=S)) and not torch.equal(m, before)
-    x = inputs(tokens=3)
+    x = inputs()
     assert rel_l2(model(x), base(x)) < 4e-2
 
 
