@@ -107,8 +107,8 @@ def use_fdora(
       compute: "fp8" multiplies 8-bit codes in the forward, as that of :func:`fdora.functional.dora_linear`: x is rounded, about
         2.6 % of the base product are lost. Weights of an FP8 checkpoint are read as they are. The others in half precision are
         rounded once, in place, to codes with a scale for each row, which halves their memory: the model is another one from
-        then on, by as much noise in its weights; merge into the rounded weight, and serve with it. Adapters that PEFT saves
-        say so, in ``auto_mapping`` of their config. Layers that share x run one by one. Dropout needs
+        then on, by as much noise in its weights, and so is its state dict; merge into the rounded weight, and serve with it.
+        Adapters that PEFT saves say so, in ``auto_mapping`` of their config. Layers that share x run one by one. Dropout needs
         ``dropout_mode="lora"``; :func:`report` says what multiplies codes, and why the rest does not.
       keep: "cpu" keeps the weights that are rounded on the CPU, from where :func:`restore` puts them back.
 
@@ -127,14 +127,14 @@ def use_fdora(
     unhook(model)
     shared = tied(model) if compute else set()
     for path, layer in layers:
-        dense = _round(layer, shared, keep) if compute else ""
+        why = _round(layer, shared, keep) if compute else ""
         for name, variant in list(layer.lora_variant.items()):
             if type(variant) in OURS:
                 variant = layer.lora_variant[name] = OURS[type(variant)](variant)
             if isinstance(variant, Dora):
                 found = True
                 variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
-                variant.compute, variant.why_decoded = compute, dense
+                variant.compute, variant.why_decoded = compute, why
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:

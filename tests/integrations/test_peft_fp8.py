@@ -149,7 +149,8 @@ def test_and_multiplies_codes_where_it_is_asked_to(kind):
     assert "fp8 products of codes 1x" in str(report(model)) and "in 1 of 1 layers" in str(report(model))
     with torch.autocast(device.NAME, HALF):
         assert model(x.detach().float()).dtype == HALF
-    assert report(model)[0].codes == 2
+        assert model(x.detach().double()).dtype == torch.float64
+    assert (report(model)[0].codes, report(model)[0].why_decoded) == (2, "a torch.float64 input")
 
 
 def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):

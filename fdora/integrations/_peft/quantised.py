@@ -191,7 +191,8 @@ def decoded(W: QuantWeight, x: Tensor, mode: str) -> str:
         return f"a weight of kind {W.kind}"
     if facts.scale == "block" and facts.block[1] % 128:
         return f"scales of blocks of {facts.block[1]} columns"
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if cast else x.dtype
     if dtype not in (torch.float16, torch.bfloat16):
         return f"a {dtype} input"
     return "lora_dropout as PEFT means it; dropout_mode='lora' is served" if mode == "peft" else ""
