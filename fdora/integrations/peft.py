@@ -44,6 +44,7 @@ from fdora.integrations._peft.dora import Dora, ours, reused
 from fdora.integrations._peft.layer import Linear, fuse_layer, unfuse_layer
 from fdora.integrations._peft.quantised import warn_of
 from fdora.integrations._peft.report import Report, rows
+from fdora.integrations._peft.rounded import record, round_base, tied, unround
 from fdora.integrations._peft.sharded import gathers, lies_on_mesh, parts_of
 from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
 from fdora.integrations._shard import lies_in_rows
@@ -75,6 +76,8 @@ def use_fdora(
     keep_inner: bool = False,
     detach: bool = True,
     norms_on_shards: bool = False,
+    compute: Literal["fp8"] | None = None,
+    keep: Literal["cpu"] | None = None,
 ) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
 
@@ -101,25 +104,37 @@ def use_fdora(
       norms_on_shards: under FSDP2 each process computes the norms of its own rows, all layers in one call before the forward,
         with an all-gather of all A and one of all norms in every forward; else each computes all, as units are gathered.
         Less work with many processes or large ranks. Layers in the root's own unit, and other layouts, go on as without it.
+      compute: "fp8" multiplies 8-bit codes in the forward, as that of :func:`fdora.functional.dora_linear`: x is rounded, about
+        2.6 % of the base product are lost. Weights of an FP8 checkpoint are read as they are. The others in half precision are
+        rounded once, in place, to codes with a scale for each row, which halves their memory: the model is another one from
+        then on, by as much noise in its weights, and so is its state dict; merge into the rounded weight, and serve with it.
+        Adapters that PEFT saves say so, in ``auto_mapping`` of their config. Layers that share x run one by one. Dropout needs
+        ``dropout_mode="lora"``; :func:`report` says what multiplies codes, and why the rest does not.
+      keep: "cpu" keeps the weights that are rounded on the CPU, from where :func:`restore` puts them back.
 
     Returns:
       The model.
 
     Raises:
-      FdoraError: there is no DoRA adapter in it, ``dropout_mode`` is neither, or ``fuse=True`` finds no block all of whose
-        layers have one. With ``detach=False`` a quantised layer raises when it runs.
+      FdoraError: there is no DoRA adapter in it, an option is unknown, ``fuse=True`` finds no block all of whose layers have
+        one, or ``compute`` meets a merged adapter or a GPU without 8-bit products. With ``detach=False`` a quantised layer
+        raises when it runs.
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     _check_mode("use_fdora", dropout_mode)
+    _check_compute(layers, compute, keep)
     unfuse_blocks(model)
     unhook(model)
+    shared = tied(model) if compute else set()
     for path, layer in layers:
+        why = _round(layer, shared, keep) if compute else ""
         for name, variant in list(layer.lora_variant.items()):
             if type(variant) in OURS:
                 variant = layer.lora_variant[name] = OURS[type(variant)](variant)
             if isinstance(variant, Dora):
                 found = True
                 variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
+                variant.compute, variant.why_decoded = compute, why
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
@@ -135,6 +150,7 @@ def use_fdora(
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
     _hook(model, norms_on_shards)
+    record(model, _tuners(model))
     for tuner in _tuners(model):
         tuner.__dict__[HOOKS] = partial(_hooks, tuner)
     if fuse is not False and not fuse_blocks(model) and fuse:
@@ -147,7 +163,10 @@ def use_fdora(
 
 
 def restore(model: Model) -> Model:
-    """Undo :func:`use_fdora` and, on this model, :func:`enable`: every layer runs PEFT's own code again. Idempotent."""
+    """Undo :func:`use_fdora` and, on this model, :func:`enable`: every layer runs PEFT's own code again. Idempotent.
+
+    Weights that ``compute="fp8"`` rounded are dense again; they stay rounded, and a warning says so, unless they were kept.
+    """
     layers = _layers("restore", model)
     unfuse_blocks(model)
     unhook(model)
@@ -156,6 +175,7 @@ def restore(model: Model) -> Model:
             if isinstance(variant, Dora):
                 layer.lora_variant[name] = variant.stock
         unfuse_layer(layer)
+    unround(model)
     for tuner in _tuners(model):
         tuner.__dict__.pop(HOOKS, None)
     put_back(model)
@@ -392,6 +412,30 @@ def _check_mode(fn: str, mode: Any) -> None:
     if mode not in ("peft", "lora"):
         remedy = "'peft' is PEFT's lora_dropout; 'lora' drops the adapter's input alone."
         raise FdoraError(f"fdora.{fn}: `dropout_mode` must be 'peft' or 'lora', got {mode!r}. {remedy}")
+
+
+def _check_compute(layers: list[tuple[str, Any]], compute: Any, keep: Any) -> None:
+    for name, value, known in (("compute", compute, "fp8"), ("keep", keep, "cpu")):
+        if value not in (None, known):
+            raise FdoraError(f"fdora.use_fdora: `{name}` must be None or {known!r}, got {value!r}. None is the default.")
+    for path, layer in layers if compute else ():
+        if layer.merged_adapters:
+            raise FdoraError(
+                f"fdora.use_fdora: `model` must have no merged adapter with compute='fp8', got one in `{path}`. "
+                "Call model.unmerge_adapter() first."
+            )
+        device = next(layer.parameters()).device
+        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
+            raise FdoraError(
+                f"fdora.use_fdora: `compute` must be None on this GPU, got 'fp8' on {torch.cuda.get_device_name(device)}. "
+                "It needs an NVIDIA GPU of sm_89 or newer."
+            )
+
+
+def _round(layer: Any, shared: set[int], keep: str | None) -> str:
+    """Round the base weight of a layer that has a DoRA adapter; or why it stays."""
+    dora = [v for v in layer.lora_variant.values() if isinstance(v, Dora) or type(v) in OURS]
+    return round_base(layer.get_base_layer(), shared, keep) if dora else ""
 
 
 def _layers(fn: str, model: nn.Module) -> list[tuple[str, Any]]:

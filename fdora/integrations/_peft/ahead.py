@@ -26,8 +26,10 @@ def calls_of(model: nn.Module) -> list[Ahead]:
         if not calls or None in calls or not seen.isdisjoint(together):
             continue
         seen.update(together)
-        call = ahead(calls, act)  # type: ignore[arg-type]
-        found.setdefault(call.form, call)
+        alone = any([call.compute for call in calls])  # type: ignore[union-attr]
+        for each in [[call] for call in calls] if alone else [calls]:
+            call = ahead(each, None if alone else act)  # type: ignore[arg-type]
+            found.setdefault(call.form, call)
     return list(found.values())
 
 
@@ -44,8 +46,9 @@ def members(module: Any) -> tuple[list[Any], str | None]:
 
 
 def read(layer: Any) -> Call | None:
-    pair = active(layer)
-    call = "" if pair is None else call_of(layer, next(layer.parameters()), *pair)
+    pair, x = active(layer), next(layer.parameters())
+    x = x.new_empty(0, dtype=torch.bfloat16) if x.dtype == torch.float8_e4m3fn else x
+    call = "" if pair is None else call_of(layer, x, *pair)
     return call if isinstance(call, Call) else None
 
 
@@ -56,9 +59,11 @@ def ahead(calls: list[Call], act: str | None) -> Ahead:
         A, B, m = (t.detach().requires_grad_(t.requires_grad) for t in (A, B, m))
         layers.append(DoraLayer(W, A, B, m, s, bias, torch.ones(W.shape[0], device=W.device)))
     first: Any = layers[0]
-    W, how = first.W, {"dropout_p": calls[0].p, "dropout_mode": calls[0].mode}
+    W = first.W
+    how: dict[str, Any] = {"dropout_p": calls[0].p, "dropout_mode": calls[0].mode}
     if act is not None:
         return Ahead(dora_mlp, W, W.shape[1], tuple(layers), how | {"act": act})
     if len(layers) > 1:
         return Ahead(dora_linear_group, W, W.shape[1], (layers,), how)
-    return Ahead(dora_linear, W, W.shape[1], first[:4], how | {"s": first.s, "bias": first.bias, "norm": first.norm})
+    how |= {"s": first.s, "bias": first.bias, "norm": first.norm, "compute": calls[0].compute}
+    return Ahead(dora_linear, W, W.shape[1], first[:4], how)

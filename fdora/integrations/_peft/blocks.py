@@ -312,7 +312,7 @@ def together(layers: Sequence[Any], x: Tensor, mlp: bool = False, packed: bool =
     for layer in layers:
         adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None
         call = "" if adapter is None else call_of(layer, x, *adapter)
-        if isinstance(call, str) or (found and how_called(call) != how_called(found[0])):
+        if isinstance(call, str) or call.compute or (found and how_called(call) != how_called(found[0])):
             return None
         if mlp and call.dtype not in (None, x.dtype):  # layer by layer, what lies between has the dtype of x
             return None

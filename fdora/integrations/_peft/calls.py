@@ -17,7 +17,7 @@ from fdora.functional import DoraParams, dora_linear_multi, dora_stack, select_b
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import Dora, paused
 from fdora.integrations._peft.fast_path import FUSED, Call, unfit
-from fdora.integrations._peft.quantised import compute_dtype
+from fdora.integrations._peft.quantised import FP8, compute_dtype, decoded
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 
 NO_DROPOUT: DropoutMode = "lora"
@@ -72,7 +72,7 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         return LISTENED
     p, mode = 0.0, NO_DROPOUT
     if type(dropout) is not nn.Identity and module.training:
-        if not draws(dropout, x):
+        if not (draws(dropout, x) or (kind == FP8 and drawable(dropout))):  # the base's own product may be that of a GPU alone
             return "dropout with torch's mask"
         if dropout.training and dropout.p:
             p, mode = dropout.p, variant.dropout_mode
@@ -95,18 +95,37 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
         if W.requires_grad and not W.is_leaf:
             W = variant.kept.frozen(W)
         return Call(variant, W, A, B, m, bias, s, p, mode)
+    return quantised(x, base, kind, Call(variant, kind, A, B, m, base.bias, s, p, mode))  # type: ignore[arg-type]
+
+
+def quantised(x: Tensor, base: Any, kind: str, call: Call) -> Call | str:
+    """The call, with the weight of a base layer of this kind."""
+    variant, _, A, B, m, bias, s, p, mode, *_ = call
     dtype = compute_dtype(base, kind, x)
-    quant = variant.held.of(base, kind, dtype)
+    quant = variant.held.of(base, kind, x.dtype if kind == FP8 else dtype)
     if isinstance(quant, str):
         return quant
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
         m = m.float()
-    return Call(variant, quant, A, B, m, base.bias, s, p, mode, dtype)
+    compute = computed(variant, decoded(quant, x, mode)) if variant.compute else None
+    return Call(variant, quant, A, B, m, bias, s, p, mode, dtype, compute)
+
+
+def computed(variant: Any, why: str) -> Any:
+    """dora_linear's ``compute``: what use_fdora was asked for, if there is no reason against it."""
+    if not torch.compiler.is_compiling():
+        variant.why_decoded = why
+    return None if why else variant.compute
 
 
 def draws(dropout: nn.Module, x: Tensor) -> bool:
     """Whether kernels draw the mask: no dropped copy of x, no stored mask. Elsewhere PEFT's own module is the faster way."""
-    return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout) and select_backend(x).name == "triton"
+    return drawable(dropout) and select_backend(x).name == "triton"
+
+
+def drawable(dropout: Any) -> bool:
+    """Whether dora_linear can drop what this module would."""
+    return type(dropout) is nn.Dropout and dropout.p < 1 and not hooked(dropout)
 
 
 class Member(NamedTuple):
@@ -141,6 +160,8 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
     params, c = of_one_dtype(members, W), torch.stack([norm_of(each, calls[0]) for each in members])
     for call in calls:
         call.variant.count(FUSED)
+        if call.compute:
+            computed(call.variant, "a batch of several adapters")
     y = dora_linear_multi(
         x if dtype is None else x.to(dtype),
         W,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora import dora
@@ -31,6 +31,7 @@ from fdora.integrations._peft.quantised import WeightCache, look
 
 EPS = 1e-12  # dora_scale's floor of c
 COMPOSED = "composed"  # how a call of the base layer, and then of its correction, is counted
+CODES = "fp8 products of codes"  # and one of the whole layer that rounded x to 8 bits
 
 
 class Dora:
@@ -47,6 +48,8 @@ class Dora:
         self.keep_inner = False
         self.detach = True
         self.dropout_mode: DropoutMode = Dora.MADE_WITH
+        self.compute: Literal["fp8"] | None = None
+        self.why_decoded = ""  # and not that, in its last call
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.place = 0  # among these
         self.tail: Any = None  # what may follow the layer in its call, see blocks.py
@@ -58,7 +61,7 @@ class Dora:
         self.base = "", ""  # what quantised.py said of the base layer when use_fdora looked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("stock", "keep_inner", "detach", "base", "dropout_mode")}
+        return {name: getattr(self, name) for name in ("stock", "keep_inner", "detach", "base", "dropout_mode", "compute")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["stock"])  # type: ignore[misc]
@@ -66,7 +69,7 @@ class Dora:
 
     def look(self, base: Any) -> tuple[str, str]:
         """Whose quantised layer it is, and why its product is its own. No compiler needs to follow how that is found out."""
-        return self.base if is_traced() else look(base)
+        return self.base if is_traced() else look(base, self.compute)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         """The tensors of one adapter, or why fdora cannot take them."""

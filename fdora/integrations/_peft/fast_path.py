@@ -9,7 +9,7 @@ never taken in a trace.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from peft.tuners.lora import dora
@@ -48,10 +48,12 @@ class Call(NamedTuple):
     """What dropout drops; with p = 0 always this one."""
     dtype: torch.dtype | None = None
     """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
+    compute: Literal["fp8"] | None = None
+    """Of dora_linear. Such a call is of one layer."""
 
     def epilogue(self, layer: Any, x: Tensor) -> Any:
         """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
-        if (self.p and self.mode == "peft") or self.dtype not in (None, x.dtype):
+        if (self.p and self.mode == "peft") or self.dtype not in (None, x.dtype) or self.compute:
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 

@@ -19,9 +19,9 @@ from fdora._torch import PLAIN, functorch_active, in_subgraph, is_traced
 from fdora.functional import dora_conv1d, dora_conv2d, dora_conv3d, dora_embedding, dora_linear, prepared
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.calls import active, call_of, mixed, note
-from fdora.integrations._peft.dora import Dora, forget, ours, paused, release
+from fdora.integrations._peft.dora import CODES, Dora, forget, ours, paused, release
 from fdora.integrations._peft.fast_path import FUSED, Weights, eligibility, keep_route, ready, run
-from fdora.integrations._peft.quantised import Merging
+from fdora.integrations._peft.quantised import FP8, Merging, family, refuse_merge
 from fdora.integrations._peft.sharded import LISTENED, lies_on_mesh, on_mesh
 
 
@@ -67,12 +67,15 @@ class Layer(nn.Module):
         epilogue = None if variant.tail is None else call.epilogue(self, x)
         if backend and epilogue is None:
             keep_route(self, call)
-        if epilogue is None and variant.detach:
+        if epilogue is None and variant.detach and not call.compute:
             return run(x, (call,))[0]
         variant.count(FUSED)
-        _, W, A, B, m, bias, s, p, mode, _ = call
-        full = epilogue is None  # one node, which takes the gradient on through the norm
+        _, W, A, B, m, bias, s, p, mode, _, compute = call
+        full = epilogue is None and not variant.detach  # one node, which takes the gradient on through the norm
         how: Any = {"dropout_p": p, "dropout_mode": mode, "keep_inner": variant.keep_inner, "detach": not full}
+        if compute:
+            variant.count(CODES)
+            how["compute"] = compute
         if epilogue is not None:
             variant.tail.taken()
             how |= {"gamma": epilogue.gamma, "residual": epilogue.residual}
@@ -81,6 +84,7 @@ class Layer(nn.Module):
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """The base weight will not come back bit for bit, whichever adapter it was."""
         stock: Any = super()
+        refuse_merge(self._modules["base_layer"])
         stock.merge(*args, **kwargs)
         forget(self)
 
@@ -103,6 +107,13 @@ class Linear(Layer, lora.Linear):
     """PEFT's ``lora.Linear``."""
 
     STOCK = lora.Linear
+
+    def resolve_lora_variant(self, **kwargs: Any) -> Any:
+        """Of a new adapter: ours on codes, whose norm PEFT's cannot take."""
+        made = super().resolve_lora_variant(**kwargs)
+        kinds = {variant.STOCK: type(variant) for variant in ours(self)}
+        on_codes = family(self._modules["base_layer"]) == FP8  # type: ignore[arg-type]
+        return kinds[type(made)](made) if on_codes and type(made) in kinds else made
 
 
 class TorchaoLoraLinear(Layer, Merging):

@@ -4,6 +4,10 @@ One call of dora_linear takes the place of a base layer whose own product is tha
 (LLM.int8 and torchao's dynamic quantisation round x as well), the base layer keeps its product and its numbers, and only the
 norm is read from the codes. No vendor's package is imported here.
 
+Layers of e4m3 codes (transformers' FP8Linear, FBGEMM's, those of compressed-tensors, and the ones that rounded.py makes) are
+known by what they hold, not by their class. Their own forward rounds x as well; fdora's does where use_fdora is asked for
+``compute="fp8"``, and else multiplies by the decoded weight. PEFT's own code would take their codes for the weight.
+
 PEFT's own merge into a torchao weight adds s B A and leaves the magnitude out: it dequantises W, adds ``get_delta_weight`` and
 quantises again; to unmerge it subtracts. So for the time of either that delta is ``g (W + s B A) - W``, and what takes it back.
 """
@@ -22,9 +26,9 @@ from fdora import FdoraError
 from fdora._torch import PLAIN, is_traced
 from fdora.functional import dora_merge, dora_norm, dora_unmerge
 from fdora.integrations._framework import set_aside
-from fdora.quant import QuantWeight, from_bnb, from_bnb_int8, from_hqq, from_torchao
+from fdora.quant import Codes8, QuantWeight, from_bnb, from_bnb_int8, from_fp8, from_hqq, from_torchao
 
-BNB4, BNB8, HQQ, TORCHAO = "bitsandbytes 4 bit", "bitsandbytes 8 bit", "HQQ", "torchao"
+BNB4, BNB8, HQQ, TORCHAO, FP8 = "bitsandbytes 4 bit", "bitsandbytes 8 bit", "HQQ", "torchao", "e4m3 codes"
 CLASSES = {
     ("bitsandbytes.nn.modules", "Linear4bit"): BNB4,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): BNB8,
@@ -38,9 +42,12 @@ PACKS = "support_avx512bf16_for_cpu"  # of a Linear4bit: whether its eval forwar
 
 def family(base: nn.Module) -> str:
     """Whose layer it is; empty for one that nobody here knows to be quantised."""
+    W: Any = base._parameters.get("weight")
+    of = type(W)
+    if of in PLAIN and W.dtype == torch.float8_e4m3fn and scale_of(base) is not None:
+        return FP8
     if type(base) is not nn.Linear:
         return of_class(type(base))
-    of = type(base._parameters.get("weight"))
     return TORCHAO if of not in PLAIN and of.__module__.startswith("torchao.") else ""
 
 
@@ -49,13 +56,35 @@ def of_class(kind: type) -> str:
     return found[0] if found else ""
 
 
-def look(base: nn.Module) -> tuple[str, str]:
+def scale_of(base: Any) -> Any:
+    """What e4m3 codes are multiplied by, whatever its name says; None where a layer is another one than nn.Linear, too."""
+    if not isinstance(base, nn.Linear) or hasattr(base, "n_groups") or getattr(base, "weight_zero_point", None) is not None:
+        return None
+    scale = getattr(base, "weight_scale_inv", None)
+    return getattr(base, "weight_scale", None) if scale is None else scale
+
+
+def of_codes(base: Any) -> QuantWeight:
+    """One scale, one for each row (in a row or a column), or one for each block of the size that the layer names."""
+    scale: Any = scale_of(base)
+    weights = getattr(getattr(base, "quantization_scheme", None), "weights", None)
+    block = getattr(base, "block_size", None) or getattr(weights, "block_structure", None)
+    if not block:
+        block = None if scale.numel() == 1 else "row"
+        scale = scale.reshape(-1)
+    return from_fp8(base.weight, scale, block)
+
+
+def look(base: nn.Module, compute: str | None = None) -> tuple[str, str]:
     kind = family(base)
-    return kind, own_product(base, kind) if kind else ""
+    return kind, own_product(base, kind, compute) if kind else ""
 
 
-def own_product(base: Any, kind: str) -> str:
-    """Why the base layer's product is not that of its dequantised weight; empty where it is, to rounding."""
+def own_product(base: Any, kind: str, compute: str | None) -> str:
+    """Why the base layer's product is not that of its dequantised weight; empty where it is, to rounding, or where
+    ``compute`` asks for x to be rounded."""
+    if kind == FP8 or (compute and kind == TORCHAO and type(base.weight).__name__ == "Float8Tensor"):
+        return ""
     if kind == BNB8:
         return "LLM.int8 rounds x too: bitsandbytes keeps its product, the norm is read from the codes"
     if kind == BNB4:
@@ -103,7 +132,7 @@ def sources(base: Any, kind: str) -> tuple[Any, ...]:
     if kind == HQQ:
         meta = base.meta or {}
         return base.W_q, meta.get("scale"), meta.get("zero")
-    return (base.weight,)
+    return (base.weight, scale_of(base)) if kind == FP8 else (base.weight,)
 
 
 def scb_of(base: Any) -> Any:
@@ -120,6 +149,8 @@ def weight_of(base: Any, kind: str, dtype: torch.dtype | None) -> QuantWeight | 
             W = from_bnb(base.weight, state)
         elif kind == BNB8:
             W = from_bnb_int8(base.weight, scb_of(base))
+        elif kind == FP8:
+            W = of_codes(base)
         else:
             W = from_hqq(base) if kind == HQQ else from_torchao(base.weight)
     except FdoraError as error:
@@ -151,6 +182,28 @@ class WeightCache:
             memo[2][dtype] = W = made
         self.memo = memo
         return W
+
+
+def decoded(W: QuantWeight, x: Tensor, mode: str) -> str:
+    """Why compute="fp8" multiplies x by the decoded weight; empty where it multiplies codes."""
+    facts, device = W.facts, x.device.type
+    if not isinstance(facts, Codes8) or facts.code != "e4m3":
+        return f"a weight of kind {W.kind}"
+    if facts.scale == "block" and facts.block[1] % 128:
+        return f"scales of blocks of {facts.block[1]} columns"
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if cast else x.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"a {dtype} input"
+    return "lora_dropout as PEFT means it; dropout_mode='lora' is served" if mode == "peft" else ""
+
+
+def refuse_merge(base: Any) -> None:
+    if family(base) == FP8:
+        raise FdoraError(
+            "fdora.use_fdora: the base weight must be dense for a merge, got 8-bit codes. If use_fdora rounded it, "
+            "restore(model) gives it back; else merge with fdora.functional.dora_merge or dora_merge_quantized."
+        )
 
 
 def dont_pack(base: Any) -> None:

@@ -14,7 +14,7 @@ from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
 from fdora.functional import explain as explain_call
-from fdora.integrations._peft.dora import COMPOSED, Dora
+from fdora.integrations._peft.dora import CODES, COMPOSED, Dora
 from fdora.integrations._peft.fast_path import FUSED
 from fdora.integrations._peft.fast_path import dtypes as unserved
 from fdora.integrations._peft.quantised import WeightCache, family
@@ -63,6 +63,12 @@ class Row(NamedTuple):
     """``lora_dropout``; 0 where the layer has none or does not use it."""
     dropout_mode: str = "peft"
     """What that means; see :func:`use_fdora`."""
+    compute: str | None = None
+    """As :func:`use_fdora` was asked."""
+    codes: int = 0
+    """How many of the fused calls multiplied 8-bit codes."""
+    why_decoded: str = ""
+    """Why, with ``compute``, the last call did not."""
 
 
 class Report(list[Row]):
@@ -79,7 +85,7 @@ class Report(list[Row]):
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([*lines, *reasons, *on_dropout(self), *advice(*self.gathers)])
+        return "\n".join([*lines, *reasons, *on_dropout(self), *on_compute(self), *advice(*self.gathers)])
 
     def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
         """The plans of each kind of layer and their sum over the model: kernels, flops, bytes, times, what backward keeps.
@@ -112,10 +118,20 @@ def on_dropout(rows: Sequence[Row]) -> list[str]:
     return [f"dropout {p} in {count} of {len(rows)} layers, {what[mode]}." for (p, mode), count in asked.items()]
 
 
+def on_compute(rows: Sequence[Row]) -> list[str]:
+    asked, ran = (sum([bool(each) for each in of]) for of in ([row.compute for row in rows], [row.codes for row in rows]))
+    line = f"compute='fp8': {CODES} in {ran} of {asked} layers, each with an x of its own. A GPU multiplies up to 64 tokens "
+    return [f"{line}by the decoded weight."] if asked else []
+
+
 def cells(row: Row) -> tuple[str, ...]:
     notes = [f"stock {n}x: {why}" for why, n in row.fallbacks.items()]
     if row.composed and row.why_not_fused:
         notes.insert(0, f"not fused: {row.why_not_fused}")
+    if row.codes:
+        notes.append(f"{CODES} {row.codes}x")
+    if row.why_decoded:
+        notes.append(f"no {CODES}: {row.why_decoded}")
     counts = map(str, (row.fused, row.composed, sum(row.fallbacks.values())))
     shape, saved = "x".join(map(str, row.shape)), f"{row.saved / 1e6:.1f} MB"
     end = (row.weight or "dense", saved, "; ".join(notes))
@@ -143,11 +159,12 @@ def row(name: str, layer: Any, adapter: str, variant: Any) -> Row:
     seen = variant if ours else Dora(variant)  # a new one: nothing has run through it
     backend, why = select_backend(m) if ours else ("stock", "use_fdora was not called, or not since")
     weight = stored(layer, seen.held)
-    fallbacks = {path.removeprefix("stock: "): n for path, n in seen.calls.items() if path not in (FUSED, COMPOSED)}
+    fallbacks = {path.removeprefix("stock: "): n for path, n in seen.calls.items() if path not in (FUSED, COMPOSED, CODES)}
     counts = seen.calls[FUSED], seen.calls[COMPOSED], seen.why_not_fused, fallbacks
     saved = ((4 if weight else 3) * N * K + eye) * A.element_size() if ours else 0
     how = layout(layer, adapter, shape), weight, p_of(layer, adapter), seen.dropout_mode if ours else "peft"
-    return Row(name, adapter, shape, layer.r[adapter], backend, why, *counts, saved, *how)
+    asked = seen.compute, seen.calls[CODES], seen.why_decoded
+    return Row(name, adapter, shape, layer.r[adapter], backend, why, *counts, saved, *how, *asked)
 
 
 def p_of(layer: Any, adapter: str) -> float:

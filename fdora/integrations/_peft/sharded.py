@@ -257,16 +257,20 @@ def agreed(W: Any) -> Tensor:
 @torch.no_grad()
 def init_on_mesh(module: Any, name: str) -> None:
     """What PEFT's variant does when an adapter is made, m by the norm of whole rows, as dora_norm has it."""
-    if not module.lora_magnitude_vector:
-        module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
-    layer = DoraLinearLayer(fan_in_fan_out=False)
     W, A, B = module.get_base_layer().weight.detach(), module.lora_A[name].weight, module.lora_B[name].weight
     local = B.shape[0] != W.shape[0] or getattr(module.get_base_layer(), "_hf_tp_plan", None) == "colwise"
     a, b, _ = factors(W, A, B)
     c: Any = dora_norm(W, a, b, s=float(module.scaling[name]))
     if not local:  # a plain B has a plain m beside it
         c = c.full_tensor()
-    layer.weight = nn.Parameter(c.to(torch.promote_types(W.dtype, A.dtype)), requires_grad=True)
+    put_magnitude(module, name, c.to(torch.promote_types(W.dtype, A.dtype)))
+
+
+def put_magnitude(module: Any, name: str, m: Any) -> None:
+    if not module.lora_magnitude_vector:
+        module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+    layer = DoraLinearLayer(fan_in_fan_out=False)
+    layer.weight = nn.Parameter(m, requires_grad=True)
     module.lora_magnitude_vector[name] = layer
 
 

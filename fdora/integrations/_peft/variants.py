@@ -11,14 +11,15 @@ from peft.tuners.lora import variants
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from fdora import FdoraError
 from fdora._torch import PLAIN
-from fdora.functional import dora_compose, dora_delta
+from fdora.functional import dora_compose, dora_delta, dora_norm
 from fdora.functional.prepared import kernel_rows
 from fdora.integrations._peft.dora import Dora, ours
 from fdora.integrations._peft.fast_path import Weights, dtypes, obstacle, served
 from fdora.integrations._peft.layer import fuse_layer
-from fdora.integrations._peft.quantised import BNB4, BNB8, WeightCache, dont_pack, family, look, mend, misread
-from fdora.integrations._peft.sharded import gather, init_on_mesh, lies_on_mesh, weight_of
+from fdora.integrations._peft.quantised import BNB4, BNB8, FP8, WeightCache, dont_pack, family, look, mend, misread, of_codes
+from fdora.integrations._peft.sharded import gather, init_on_mesh, lies_on_mesh, put_magnitude, weight_of
 from fdora.quant import QuantWeight
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -33,6 +34,8 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         base = module.get_base_layer()
         if type(base) is nn.Linear and lies_on_mesh(base.weight):
             init_on_mesh(module, adapter_name)
+        elif family(base) == FP8:
+            init_on_codes(module, adapter_name)
         else:
             super().init(module, adapter_name, **kwargs)
         fuse_layer(module)
@@ -41,7 +44,7 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
     def keep(self, module: Any) -> None:
         base = module.get_base_layer()
         self.kept.make_room(None if module.fan_in_fan_out else getattr(base, "weight", None))
-        self.held, self.base = WeightCache(), look(base)
+        self.held, self.base = WeightCache(), look(base, self.compute)
         dont_pack(base)
         mend(base)
 
@@ -72,11 +75,16 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
         W = self.held.of(base, kind, fitting(A, B, m)) if kind else ""
         if isinstance(W, QuantWeight):
             return W.tensors[0], W
-        if kind in (BNB4, BNB8):
+        if kind in (BNB4, BNB8, FP8):
             return W
         return base.W_q if hasattr(base, "W_q") else base.weight, dequantize_module_weight(base).detach()
 
     def fall_back(self, why: str, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.look(module.get_base_layer())[0] == FP8:
+            raise FdoraError(
+                f"fdora.use_fdora: a layer of 8-bit codes must run through fdora, got {why}. PEFT's own code would take the "
+                "codes for the weight."
+            )
         try:
             return super().fall_back(why, module, *args, **kwargs)
         finally:
@@ -107,6 +115,12 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
             delta = dora_delta(base(x), lora, g, s=s)
             return result + (delta if bias is None else delta + bias.to(delta.dtype))
         return result + dora_delta(F.linear(x, w.W), lora, g, s=s)
+
+
+def init_on_codes(module: Any, name: str) -> None:
+    """What PEFT's variant does when an adapter is made, which cannot compute with codes. PEFT gave A and B their dtype."""
+    A, B = (part[name].float().weight for part in (module.lora_A, module.lora_B))
+    put_magnitude(module, name, dora_norm(of_codes(module.get_base_layer()).to(A.device), A, B, s=float(module.scaling[name])))
 
 
 def fitting(A: Tensor, B: Tensor, m: Tensor) -> torch.dtype:
