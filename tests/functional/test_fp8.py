@@ -60,7 +60,7 @@ def test_only_x_is_rounded(kind, bias):
     q = rounded(x.detach(), 128 if "block" in kind else 304)
     base, lora = q @ dense.T, S * x.double() @ A.double().T @ B.double().T
     want = g * (base + lora) + (0 if b is None else b.double())
-    assert rel_l2(y.detach(), want.detach()) < 3e-3  # y and the low-rank factors are bfloat16
+    assert rel_l2(y.detach(), want.detach()) < (3e-3 if device.NAME == "cpu" else 5e-3)  # y is bfloat16; sums of codes, 14 bits
     lost = rel_l2(y.detach(), dora_linear(x, W, A, B, m, s=S, bias=b, norm=c).detach())
     assert 0.005 < lost < 0.04
     with torch.no_grad():

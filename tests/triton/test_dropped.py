@@ -86,8 +86,8 @@ def test_errors_beside_two_products_in_half_precision(spread, most, monkeypatch,
     both = results(t, 0.05, "triton")
     assert not torch.equal(both["y"], got["y"]) and not torch.equal(both["dx"], got["dx"])
     for name in NAMES:
-        more = 0.0 if name != "dm" else of_dm(0.05)
-        assert rel_l2(got[name], exact[name]) < most * rel_l2(both[name], exact[name]) + more, name
+        more, roundings = 0.0 if name != "dm" else of_dm(0.05), 1.0 if name != "dx" else 2**0.5  # z is rounded; dy was not
+        assert rel_l2(got[name], exact[name]) < most * roundings * rel_l2(both[name], exact[name]) + more, name
 
 
 @pytest.mark.skipif("INTERPRETED", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET")
