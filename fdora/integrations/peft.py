@@ -250,9 +250,9 @@ def report(model: nn.Module) -> Report:
 def warmup(model: nn.Module, tokens: int | Iterable[int]) -> Warmup:
     """Compile the kernels of the model's DoRA layers, forward and backward, that these numbers of tokens need.
 
-    Most lengths share their kernels: each form of layer runs, on its own tensors, with few of them. Call it in the training's
-    mode and under its autocast, after :func:`use_fdora`. Parameters and gradients do not change. Embeddings, convolutions, and
-    the norms of a whole model are left to the first step.
+    Most lengths share their kernels, which are compiled in parallel with Triton 3.6 and later: each form of layer then
+    runs, on its own tensors, with few lengths. Call it in the training's mode and under its autocast, after :func:`use_fdora`.
+    Parameters and gradients do not change. Embeddings, convolutions, and the norms of a whole model are left to the first step.
 
     Args:
       model: a model that :func:`use_fdora` runs.

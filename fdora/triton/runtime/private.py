@@ -49,8 +49,8 @@ def has_launch_hooks() -> bool:
 
 
 def compiling_in_threads() -> AbstractContextManager[Any]:
-    """Inside, ``kernel.warmup(...)`` asks for what threads compile, and the end waits for all of it. Before Triton 3.5, or
-    interpreted, it does its work itself."""
+    """Inside, ``kernel.warmup(...)`` asks for what threads compile, and the end waits for all of it. Where Triton has no
+    such mode (3.6 has it), each call compiles before it returns; interpreted, there is nothing to compile."""
     mode = getattr(triton, "AsyncCompileMode", None)
     return mode(ThreadPoolExecutor()) if mode else nullcontext()
 
