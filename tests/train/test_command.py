@@ -87,6 +87,38 @@ def test_it_trains_saves_and_goes_on(folder, capsys):
     assert first.keys() == again.keys() and all(map(torch.equal, first.values(), again.values()))
 
 
+def test_it_says_what_it_will_do(folder, capsys):
+    """The same in either way to ask for it; nothing is written but the picture."""
+    toml, picture = str(folder / "jobs.toml"), folder / "plan.png"
+    assert main(["train", toml, "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert main(["plan", toml, "--picture", str(picture)]) == 0 and capsys.readouterr().out == said
+    assert picture.read_bytes()[1:4] == b"PNG" and not (folder / "out").exists()
+    assert "memory: not planned. fdora.jobs.plan: `weights` must be one of bf16" in said  # of float32
+    law, med, *_ = said.splitlines()
+    assert law.startswith("law: 4 optimizer steps, 6 samples, 26 tokens, 2 epochs; in 4 microbatches") and "DoRA, r = 4" in law
+    assert (
+        med.startswith("med: 3 optimizer steps, 6 samples, ")
+        and " tokens, 3 epochs; in 3 micro" in med
+        and "LoRA, r = 2" in med
+    )
+
+
+def test_memory_and_time_of_a_gpu(folder, capsys):
+    toml = folder / "jobs.toml"
+    toml.write_text(toml.read_text().replace("float32", "bfloat16"))
+    assert main(["plan", str(toml), "--gpu", "h200"]) == 0
+    said = capsys.readouterr().out
+    linears = 2 * 4 * 32 * 32 + 2 * 3 * 32 * 48
+    assert f"linears      {linears / 2**30:.3f} GiB" in said and "activations" in said and "H200 SXM: 1" in said
+    assert "time: about " in said
+    assert main(["plan", str(toml), "--gpu", "4090"]) == 0
+    assert "RTX 4090: 23.5 GiB" in (said := capsys.readouterr().out) and "time" not in said  # no measured rates
+    with pytest.raises(SystemExit):
+        main(["train", str(toml), "--gpu", "h200"])
+    assert "go with --plan" in capsys.readouterr().err and not (folder / "out").exists()
+
+
 def test_what_diverges_is_not_saved(folder, capsys):
     toml = folder / "jobs.toml"
     toml.write_text(toml.read_text().replace("lr = 0.01", "lr = 1e30"))

@@ -14,7 +14,7 @@ from fdora._command import progress
 from fdora.jobs.causal.records import FN, TrainJob
 from fdora.jobs.loop import Job, Work, works_of
 from fdora.jobs.loop.step import on
-from fdora.jobs.schedule import Spec, schedule, segment_ends, to_json
+from fdora.jobs.schedule import Schedule, Spec, schedule, segment_ends, to_json
 
 IGNORED = -100
 
@@ -46,6 +46,7 @@ class Course(NamedTuple):
     reads: Sequence[Read]  # [adapter]
     orders: Sequence[Sequence[Sequence[int]]]  # [adapter][batch][number]: which sample
     works: tuple[Work, ...]
+    schedule: Schedule
     mark: str  # another one for another schedule
 
 
@@ -94,7 +95,7 @@ def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], 
                 raise fail(FN, reads[a].arg, "such that each batch has a label", have, remedy)
     found = schedule(lengths, Spec(capacity, seconds=0))
     weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(found))
-    return Course(reads, orders, tuple(weighed), hashlib.sha256(to_json(found).encode()).hexdigest())
+    return Course(reads, orders, tuple(weighed), found, hashlib.sha256(to_json(found).encode()).hexdigest())
 
 
 def check_data(arg: str, data: Any) -> None:

@@ -1,0 +1,57 @@
+"""What a training will do, in words and as a picture, before it does anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fdora._check import FdoraError
+from fdora._command import writing
+from fdora.jobs.causal.banks import layers_of
+from fdora.jobs.causal.data import Course
+from fdora.jobs.causal.fit import memory_of, seconds_of, terms_of
+from fdora.jobs.causal.records import FN, TrainJob
+from fdora.jobs.plan import Card
+from fdora.jobs.plan.__main__ import GIB, components
+from fdora.jobs.schedule import draw, simulate
+from fdora.jobs.schedule.__main__ import summary
+
+
+def words(model: Any, jobs: Sequence[TrainJob], course: Course, card: Card | None) -> list[str]:
+    """Lines for each job, the schedule, memory, and time where the rates of the GPU are known."""
+    names = [each.job.name for each in jobs]
+    layers, banks = layers_of(model, names)
+    lines = []
+    for a, each in enumerate(jobs):
+        kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
+        lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
+    lines += summary(course.schedule, names, 1)
+    size = next(iter(banks.values())).params.A.element_size()
+    most = max(sum(sample.length for sample in work.samples) for work in course.works)
+    try:
+        terms = terms_of(model, layers, names, size, course.reads)
+        lines += [f"memory of the largest microbatch, {most} tokens:", *components(memory_of(terms, most))]
+    except FdoraError as error:
+        return [*lines, f"memory: not planned. {error}"]
+    if card is None:
+        return lines
+    lines.append(f"{card.name}: {card.bytes / GIB:.1f} GiB")
+    return [*lines, f"time: about {seconds_of(terms, course, card):.0f} s"] if card.measured else lines
+
+
+def of_job(each: TrainJob, a: int, course: Course) -> str:
+    seen = [sample for work in course.works for sample in work.samples if sample.adapter == a]
+    held = [n for n, work in enumerate(course.works) if any(sample.adapter == a for sample in work.samples)]
+    waits = held[-1] + 1 - len(held)
+    return (
+        f"{each.job.name}: {len(course.orders[a])} optimizer steps, {len(seen)} samples, {sum(s.length for s in seen)} tokens, "
+        f"{len(seen) / len(each.data):.3g} epochs; in {len(held)} microbatches, waits in {waits} before its last"
+    )
+
+
+def paint(course: Course, jobs: Sequence[TrainJob], path: str) -> None:
+    """The microbatches by time, each as long as it has tokens."""
+    with writing(FN, "picture", "Check the path and its suffix."):
+        names, microbatches = [each.job.name for each in jobs], [work.samples for work in course.works]
+        draw(simulate(microbatches, 1), Path(path), names=names, title=f"{len(microbatches)} microbatches")
