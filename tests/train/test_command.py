@@ -95,6 +95,7 @@ def test_it_says_what_it_will_do(folder, capsys):
     assert main(["plan", toml, "--picture", str(picture)]) == 0 and capsys.readouterr().out == said
     assert picture.read_bytes()[1:4] == b"PNG" and not (folder / "out").exists()
     assert "memory: not planned. fdora.jobs.plan: `weights` must be one of bf16" in said  # of float32
+    assert "capacity 32: as given" in said
     law, med, *_ = said.splitlines()
     assert law.startswith("law: 4 optimizer steps, 6 samples, 26 tokens, 2 epochs; in 4 microbatches") and "DoRA, r = 4" in law
     assert (
@@ -142,7 +143,7 @@ def test_a_prompt_has_no_labels(folder):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("capacity = 32", "", "got none of capacity"),
+        ("lr = 0.01", "", "got none of lr"),
         ("lr = 2e-2", "rate = 2e-2", "got unknown rate"),
         ("lr = 2e-2", 'lr = "fast"', "`jobs.law.lr` must be"),
         ("r = 4,", "rank = 4,", "what peft.LoraConfig takes"),

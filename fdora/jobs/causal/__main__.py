@@ -4,11 +4,11 @@
     fdora plan jobs.toml                  # what it will do: of the model its config and tokenizer are read, no weight
     fdora plan jobs.toml --gpu h200 --picture plan.png
 
-jobs.toml, of which the first three lines and each job's data, lr and adapter are needed:
+jobs.toml, of which model, output and each job's data, lr and adapter are needed:
 
     model = "path/to/model"               # of transformers; a name of its hub where that can be reached
     output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
-    capacity = 4096                       # the most tokens of a microbatch
+    capacity = 4096                       # the most tokens of a microbatch; without it chosen, as fdora plan says
     dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
 
     [jobs.law]                            # an adapter named law
@@ -41,7 +41,7 @@ from fdora.jobs.causal.data import IGNORED, check_job
 from fdora.jobs.causal.fit import card_of
 from fdora.jobs.causal.preview import paint, words
 from fdora.jobs.causal.records import Step, TrainJob
-from fdora.jobs.causal.whole import course_of_all, train
+from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
 from fdora.jobs.plan import card
 from fdora.jobs.schedule.picture import parts
@@ -63,7 +63,7 @@ def read_toml(path: str) -> dict[str, Any]:
         found = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise fail(FN, path, "a TOML file", f"{type(error).__name__}: {error}", "Check the path.") from None
-    check_table(path, found, WHOLE, ("model", "output", "capacity", "jobs"))
+    check_table(path, found, WHOLE, ("model", "output", "jobs"))
     if not found["jobs"]:
         raise fail(FN, "jobs", "a table for each adapter", "none", "Write [jobs.NAME].")
     for name, each in found["jobs"].items():
@@ -177,15 +177,15 @@ def main(argv: list[str] | None = None) -> int:
         if a.plan:
             if a.picture:
                 parts()  # that matplotlib is missing is said before the work
-            course = course_of_all(jobs, found["capacity"])
-            where = card(a.gpu) if a.gpu else card_of(device_of(found))
-            print("\n".join(words(adapted(found, values=False), jobs, course, where)))
+            model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
+            ready = prepared(model, jobs, found.get("capacity"), where)
+            print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
-                paint(course, jobs, a.picture)
+                paint(ready.course, jobs, a.picture)
             return 0
         model, output = adapted(found), Path(found["output"])
         rest = {key: found[key] for key in ("every", "seed") if key in found}
-        done = train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", on_step=show, **rest)
+        done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)
         names = [name for name in found["jobs"] if name not in done.diverged]
         model.save_pretrained(output, selected_adapters=names)
         print(f"saved: {', '.join(str(output / name) for name in names)}")

@@ -1,21 +1,27 @@
-"""A training of these adapters as the planner sees it: its memory and its time on a GPU."""
+"""A training of these adapters as the planner sees it: memory and time on a GPU, and how many tokens a microbatch gets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdora._check import fail
+from fdora._check import FdoraError, fail
 from fdora.jobs.causal.banks import Layer
 from fdora.jobs.causal.data import Course, Read
 from fdora.jobs.causal.records import FN
-from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, card, memory, read_model, times
+from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
+from fdora.jobs.plan.memory import SPARE
 from fdora.jobs.plan.setup import check_setup
+from fdora.jobs.schedule import Spec, schedule
+from fdora.jobs.schedule.records import Lengths
 from fdora.predict import GPUS
+
+DEFAULT = 4096  # tokens of a microbatch where nothing is planned
+TRIED = 8  # batches of each adapter, by which tokens of a microbatch are compared
 
 
 class Terms(NamedTuple):
@@ -33,8 +39,8 @@ def terms_of(model: Any, layers: Mapping[str, Layer], names: Sequence[str], size
     """
     inner = model.get_base_model()
     attention = inner.config._attn_implementation
-    if attention == "eager":
-        raise fail(FN, "model", "one whose attention is planned", "attn_implementation='eager'", "Take 'sdpa'.")
+    if attention in (None, "eager"):
+        raise fail(FN, "model", "one whose attention is planned", f"attn_implementation={attention!r}", "Take 'sdpa'.")
     weights = {of_weight(layer.W) for layer in layers.values()}
     adapters = (Adapter(name, max(layer.ranks[a] for layer in layers.values())) for a, name in enumerate(names))
     pairs = [(n, each.labels[i]) for each in reads for i, n in each.tokens.items()]
@@ -84,3 +90,43 @@ def seconds_of(terms: Terms, course: Course, card: Card) -> float:
     time = times(*terms, mean, card.profile)
     updates = sum(bool(work.due) for work in course.works) * time.update
     return max(count * (time.forward + time.backward) + updates, count * time.host)
+
+
+class Choice(NamedTuple):
+    """Tokens of a microbatch, and why so many."""
+
+    tokens: int
+    why: str
+
+
+def most(find: Callable[[], Terms], card: Card | None) -> Choice:
+    """What the planner says fits; where it cannot say, a default."""
+    if card is None:
+        return Choice(DEFAULT, "the default without a GPU")
+    try:
+        terms = find()
+    except FdoraError as error:
+        return Choice(DEFAULT, f"the default where memory is not planned ({error})")
+    budget = card.bytes * (1 - SPARE) - memory_of(terms, 1).peak + memory(*terms, 1).peak
+    return Choice(capacity(*terms, max(1, int(budget))), f"by the planner the most on {card.name}")
+
+
+def chosen(lengths: Lengths, longest: int, limit: Choice) -> Choice:
+    """Tokens from three quarters of the limit up to all of it: what leaves the fewest places empty, and of equals the most.
+
+    Never fewer than the longest sample has, nor more than a batch of each adapter: more are never together.
+    """
+    together = sum(max(map(sum, batches), default=0) for batches in lengths)
+    top, why = min((together, "one batch of each adapter"), limit)
+    if top < longest:
+        top, why = longest, f"the longest sample; {why}: {top}"
+    first = [batches[:TRIED] for batches in lengths]
+
+    def empty(tokens: int) -> int:
+        found = schedule(first, Spec(tokens, seconds=0))
+        return len(found.microbatches) * tokens - found.tokens
+
+    tried = {n: empty(n) for n in sorted({max(longest, top * part // 8) for part in (6, 7, 8)}, reverse=True)}
+    best = min(tried, key=lambda n: tried[n])
+    counts = ", ".join(f"{n} leave {left}" for n, left in tried.items())
+    return Choice(best, f"at most {top}, {why}; empty places in {TRIED} batches of each adapter: {counts}")

@@ -8,25 +8,24 @@ from typing import Any
 
 from fdora._check import FdoraError
 from fdora._command import writing
-from fdora.jobs.causal.banks import layers_of
 from fdora.jobs.causal.data import Course
 from fdora.jobs.causal.fit import memory_of, seconds_of, terms_of
 from fdora.jobs.causal.records import FN, TrainJob
+from fdora.jobs.causal.whole import Prepared
 from fdora.jobs.plan import Card
 from fdora.jobs.plan.__main__ import GIB, components
 from fdora.jobs.schedule import draw, simulate
 from fdora.jobs.schedule.__main__ import summary
 
 
-def words(model: Any, jobs: Sequence[TrainJob], course: Course, card: Card | None) -> list[str]:
+def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | None) -> list[str]:
     """Lines for each job, the schedule, memory, and time where the rates of the GPU are known."""
-    names = [each.job.name for each in jobs]
-    layers, banks = layers_of(model, names)
-    lines = []
+    layers, banks, course, _, why = ready
+    names, lines = [each.job.name for each in jobs], []
     for a, each in enumerate(jobs):
         kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
         lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
-    lines += summary(course.schedule, names, 1)
+    lines += [*summary(course.schedule, names, 1), f"capacity {course.schedule.spec.capacity}: {why or 'as given'}"]
     size = next(iter(banks.values())).params.A.element_size()
     most = max(sum(sample.length for sample in work.samples) for work in course.works)
     try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch.nn.functional import cross_entropy
 from fdora._check import check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
-from fdora.jobs.causal.banks import Logits, check_apart, layers_of, norms_of, running
-from fdora.jobs.causal.data import Course, Packed, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.banks import Layer, Logits, check_apart, layers_of, norms_of, running
+from fdora.jobs.causal.data import Course, Packed, Read, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.fit import card_of, chosen, most, terms_of
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
 from fdora.jobs.loop import Job, Model, State, Work, init_state, load, read_notes, save, train_step
 from fdora.jobs.loop.files import FILE
 from fdora.jobs.loop.records import check_names
+from fdora.jobs.plan import Card
 
 logger = logging.getLogger("fdora.jobs")
 
@@ -30,7 +32,7 @@ def train(
     model: Any,
     jobs: Sequence[TrainJob],
     *,
-    capacity: int,
+    capacity: int | None = None,
     folder: str | Path | None = None,
     every: int = 100,
     seed: int = 0,
@@ -47,14 +49,16 @@ def train(
         model = get_peft_model(base, LoraConfig(use_dora=True), adapter_name="law")
         model.add_adapter("med", LoraConfig(r=16))
         jobs = [TrainJob(Job("law", 2e-4), law, epochs=2), TrainJob(Job("med", 1e-4, clip=1.0), med)]
-        train(model, jobs, capacity=4096, folder="run")
+        train(model, jobs, folder="run")
 
     Args:
       model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
         do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers, or on quantised
         ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
-      capacity: the most tokens of a microbatch.
+      capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
+        CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
+        places stay empty. ``fdora plan`` says which.
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
         the same bits on a CPU, when it is called with the same arguments and a model loaded anew.
       every: microbatches between two checkpoints; there is one at the end.
@@ -76,13 +80,9 @@ def train(
     References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206; Liu et al., DoRA, 2024, arXiv:2402.09353.
     """
     check_positive(FN, "every", every, "It counts microbatches.")
-    for a, each in enumerate(jobs):
-        check_job(f"jobs[{a}]", each)
+    layers, banks, course, evaluations, _ = prepared(model, jobs, capacity)
     rows = [each.job for each in jobs]
     names = [job.name for job in rows]
-    check_names(FN, names)
-    layers, banks = layers_of(model, names)
-    course, evaluations = course_of_all(jobs, capacity), [evaluation_of(jobs, a, capacity) for a in range(len(jobs))]
     keep = partial(norms_of, layers)
     state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
     empty = [[0.0] * len(batches) for batches in course.orders]
@@ -145,21 +145,52 @@ def device_of(state: State) -> torch.device:
     return next(iter(state.params.values())).A.device
 
 
-def course_of_all(jobs: Sequence[TrainJob], capacity: int) -> Course:
-    orders = [order_of(each) for each in jobs]
-    pairs = enumerate(zip(jobs, orders, strict=True))
-    reads = [read(f"jobs[{a}].data", each.data, chain(*order), each.job.name) for a, (each, order) in pairs]
-    return course_of(reads, orders, capacity)
+class Prepared(NamedTuple):
+    """A training before it begins."""
+
+    layers: dict[str, Layer]
+    banks: dict[str, Any]
+    course: Course
+    evaluations: Sequence[Course | None]  # of each adapter
+    why: str
+    """Of the capacity, where it was chosen."""
 
 
-def evaluation_of(jobs: Sequence[TrainJob], a: int, capacity: int) -> Course | None:
-    """Its evaluation, as one batch: losses of samples by their weights are then the mean over all labels."""
-    data = jobs[a].evaluation
-    if data is None:
+def prepared(model: Any, jobs: Sequence[TrainJob], capacity: int | None, card: Card | None = None) -> Prepared:
+    """``card``: another than that of the model's device."""
+    for a, each in enumerate(jobs):
+        check_job(f"jobs[{a}]", each)
+    names = [each.job.name for each in jobs]
+    check_names(FN, names)
+    layers, banks = layers_of(model, names)
+    orders, why = [order_of(each) for each in jobs], ""
+    reads = [read_of(jobs, a, "data", chain(*order)) for a, order in enumerate(orders)]
+    judged = {
+        a: read_of(jobs, a, "evaluation", range(len(each.evaluation)))
+        for a, each in enumerate(jobs)
+        if each.evaluation is not None
+    }
+    if capacity is None:
+        every, A = [*reads, *judged.values()], next(iter(banks.values())).params.A
+        longest = max(n for each in every for n in each.tokens.values())
+        limit = most(partial(terms_of, model, layers, names, A.element_size(), every), card or card_of(A.device))
+        lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
+        capacity, why = chosen(lengths, longest, limit)
+    course = course_of(reads, orders, capacity)
+    return Prepared(
+        layers, banks, course, [evaluation_of(judged.get(a), a, len(jobs), capacity) for a in range(len(jobs))], why
+    )
+
+
+def read_of(jobs: Sequence[TrainJob], a: int, part: str, wanted: Iterable[int]) -> Read:
+    return read(f"jobs[{a}].{part}", getattr(jobs[a], part), wanted, jobs[a].job.name)
+
+
+def evaluation_of(found: Read | None, a: int, adapters: int, capacity: int) -> Course | None:
+    """Its samples as one batch: losses of samples by their weights are then the mean over all labels."""
+    if found is None:
         return None
-    all_ = range(len(data))
-    found = read(f"jobs[{a}].evaluation", data, all_, jobs[a].job.name)
-    return course_of([found] * len(jobs), [[all_] if b == a else [] for b in range(len(jobs))], capacity)
+    return course_of([found] * adapters, [[[*found.tokens]] if b == a else [] for b in range(adapters)], capacity)
 
 
 def is_due(each: TrainJob, step: Step) -> bool:
