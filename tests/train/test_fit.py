@@ -53,7 +53,7 @@ def test_forward_keeps_what_is_said(dropout):
     with running(model, layers) as logits:
         losses_of(logits, params, norms, packed)
         kept = held_bytes(lambda: losses_of(logits, params, norms, packed))
-    terms = terms_of(model, layers, NAMES, 4, course.reads)
+    terms = terms_of(model, layers, banks, NAMES, course.reads)
     assert len(packed.ids) == 256 and terms.setup.loss_of(256) == 4 * 48 + 0
     assert memory_of(terms, 256).activations == pytest.approx(kept, rel=0.02)
 
@@ -61,8 +61,8 @@ def test_forward_keeps_what_is_said(dropout):
 def test_the_most_that_fits():
     """Adapters and gradients are there twice; 256 tokens more would not fit."""
     ready = prepared(model := model_of(), jobs_of(), 256)
-    layers, _, course, *_ = ready
-    terms = terms_of(model, layers, NAMES, 4, course.reads)
+    layers, banks, course, *_ = ready
+    terms = terms_of(model, layers, banks, NAMES, course.reads)
     small = card("h200")._replace(bytes=2**29)
     tokens, why = most(lambda: terms, small)
     budget = small.bytes * 0.94
@@ -70,7 +70,10 @@ def test_the_most_that_fits():
     assert memory_of(terms, tokens).peak <= budget < memory_of(terms, tokens + 256).peak
     rows = sum(t.numel() for bank in ready.banks.values() for t in bank.params)
     assert memory_of(terms, 256).adapters == 2 * 4 * rows and memory_of(terms, 256).gradients == 2 * 4 * rows
-    for card_, find in ((None, None), (small, lambda: terms_of(model_of(attention="eager"), layers, NAMES, 4, course.reads))):
+    for card_, find in (
+        (None, None),
+        (small, lambda: terms_of(model_of(attention="eager"), layers, banks, NAMES, course.reads)),
+    ):
         assert most(find, card_).tokens == DEFAULT
 
 

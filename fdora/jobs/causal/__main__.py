@@ -19,7 +19,7 @@ jobs.toml, of which model, output and each job's data, lr and adapter are needed
 
 A line of data is JSON: {"input_ids": [...], "labels": [...]}, {"text": "..."}, or {"prompt": "...", "completion": "..."}, whose
 prompt has no labels. Texts end with the tokenizer's end of a sequence. A training that was stopped goes on when the command is
-given again. Samples, optimizers and losses are those of fdora.jobs.train.
+given again; jobs that are new in the file begin beside the others. Samples, optimizers, losses are those of fdora.jobs.train.
 
 Exit status: 0; 1 where an adapter diverged; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
@@ -44,7 +44,6 @@ from fdora.jobs.causal.records import Step, TrainJob
 from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
 from fdora.jobs.plan import card
-from fdora.jobs.schedule.picture import parts
 from fdora.predict import GPUS
 
 FN = "train"
@@ -159,11 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_of("train", __doc__)
     parser.add_argument("jobs", help="TOML file of a model and its jobs")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and end; fdora plan does it too")
-    parser.add_argument("--gpu", help=f"where it will run, to plan it: one of {', '.join(GPUS)} (default: what is here)")
-    parser.add_argument("--picture", help="with --plan, a file for a picture of the schedule; needs matplotlib")
+    parser.add_argument("--gpu", help=f"plan for one of {', '.join(GPUS)} (default: what is here)")
+    parser.add_argument("--picture", help="plan, with a file for a picture of the schedule; needs matplotlib")
     a = parser.parse_args(argv)
-    if (a.gpu or a.picture) and not a.plan:
-        parser.error("--gpu and --picture go with --plan")
     with mistakes(parser):
         found = read_toml(a.jobs)
 
@@ -174,11 +171,9 @@ def main(argv: list[str] | None = None) -> int:
             return AutoTokenizer.from_pretrained(found["model"])
 
         jobs = jobs_of(found, tokenizer)
-        if a.plan:
-            if a.picture:
-                parts()  # that matplotlib is missing is said before the work
+        if a.plan or a.gpu or a.picture:
             model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
-            ready = prepared(model, jobs, found.get("capacity"), where)
+            ready = prepared(model, jobs, found.get("capacity"), Path(found["output"]) / "checkpoint", where)
             print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
                 paint(ready.course, jobs, a.picture)

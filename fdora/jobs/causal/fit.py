@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fdora._check import FdoraError, fail
 from fdora.jobs.causal.banks import Layer
-from fdora.jobs.causal.data import Course, Read
+from fdora.jobs.causal.data import Read
 from fdora.jobs.causal.records import FN
+from fdora.jobs.loop import Work
 from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
 from fdora.jobs.plan.memory import SPARE
 from fdora.jobs.plan.setup import check_setup
@@ -20,6 +20,7 @@ from fdora.jobs.schedule import Spec, schedule
 from fdora.jobs.schedule.records import Lengths
 from fdora.predict import GPUS
 
+BF16 = dict.fromkeys(("torch.bfloat16", "torch.float16"), "bf16")  # the planner's word for 16 bits
 DEFAULT = 4096  # tokens of a microbatch where nothing is planned
 TRIED = 8  # batches of each adapter, by which tokens of a microbatch are compared
 
@@ -31,17 +32,19 @@ class Terms(NamedTuple):
     setup: Setup
 
 
-def terms_of(model: Any, layers: Mapping[str, Layer], names: Sequence[str], size: int, reads: Sequence[Read]) -> Terms:
-    """Of a PEFT model, with or without values. ``size``: bytes of an element of its adapters.
+def terms_of(
+    model: Any, layers: Mapping[str, Layer], banks: Mapping[str, Any], names: Sequence[str], reads: Sequence[Read]
+) -> Terms:
+    """Of a PEFT model, with or without values.
 
     Raises:
       FdoraError: the planner knows no such model, weights, layers or attention.
     """
     inner = model.get_base_model()
     attention = inner.config._attn_implementation
-    if attention in (None, "eager"):
-        raise fail(FN, "model", "one whose attention is planned", f"attn_implementation={attention!r}", "Take 'sdpa'.")
-    weights = {of_weight(layer.W) for layer in layers.values()}
+    if attention == "eager":
+        raise fail(FN, "model", "one whose attention is planned", "attn_implementation='eager'", "Take 'sdpa'.")
+    kinds = {str(getattr(layer.W, "kind", layer.W.dtype)) for layer in layers.values()}
     adapters = (Adapter(name, max(layer.ranks[a] for layer in layers.values())) for a, name in enumerate(names))
     pairs = [(n, each.labels[i]) for each in reads for i, n in each.tokens.items()]
     longest = max(n for n, _ in pairs)
@@ -50,21 +53,14 @@ def terms_of(model: Any, layers: Mapping[str, Layer], names: Sequence[str], size
         tuple(adapters),
         checkpointing=any(getattr(module, "gradient_checkpointing", False) and module.training for module in inner.modules()),
         loss_tokens=max(1, math.ceil(longest * max(labels / n for n, labels in pairs))),
-        weights=" and ".join(sorted(weights)),
-        adapter_bytes=size,
+        weights=" and ".join({BF16.get(kind, kind) for kind in sorted(kinds)}),
+        adapter_bytes=next(iter(banks.values())).params.A.element_size(),
         microbatches=2,  # gradients of several are added up
         targets=frozenset(path.rpartition(".")[2] for path in layers),
         packed=attention == "sdpa",
         dropout=any(layer.dropout is not None for layer in layers.values()),
     )
     return Terms(read_model(inner.config.to_dict()), check_setup(setup))
-
-
-def of_weight(W: Any) -> str:
-    """Its format, by the planner's name where that has one."""
-    if not isinstance(W, Tensor):
-        return str(W.kind)
-    return "bf16" if W.dtype.itemsize == 2 else str(W.dtype)
 
 
 def card_of(device: torch.device) -> Card | None:
@@ -83,13 +79,12 @@ def memory_of(terms: Terms, tokens: int) -> Memory:
     return held._replace(adapters=2 * held.adapters, gradients=2 * held.gradients)
 
 
-def seconds_of(terms: Terms, course: Course, card: Card) -> float:
-    """Of all microbatches, as if each were as long as the mean."""
-    count = len(course.works)
-    mean = sum(sample.length for work in course.works for sample in work.samples) // count
+def seconds_of(terms: Terms, works: Sequence[Work], card: Card) -> float:
+    """Of these microbatches, as if each were as long as the mean."""
+    count = len(works)
+    mean = sum(sample.length for work in works for sample in work.samples) // count
     time = times(*terms, mean, card.profile)
-    updates = sum(bool(work.due) for work in course.works) * time.update
-    return max(count * (time.forward + time.backward) + updates, count * time.host)
+    return time.step(count) + (sum(bool(work.due) for work in works) - 1) * time.update
 
 
 class Choice(NamedTuple):
@@ -120,13 +115,10 @@ def chosen(lengths: Lengths, longest: int, limit: Choice) -> Choice:
     top, why = min((together, "one batch of each adapter"), limit)
     if top < longest:
         top, why = longest, f"the longest sample; {why}: {top}"
-    first = [batches[:TRIED] for batches in lengths]
-
-    def empty(tokens: int) -> int:
-        found = schedule(first, Spec(tokens, seconds=0))
-        return len(found.microbatches) * tokens - found.tokens
-
-    tried = {n: empty(n) for n in sorted({max(longest, top * part // 8) for part in (6, 7, 8)}, reverse=True)}
+    first, tried = [batches[:TRIED] for batches in lengths], dict[int, int]()
+    for n in sorted({max(longest, top * part // 8) for part in (6, 7, 8)}, reverse=True):
+        found = schedule(first, Spec(n, seconds=0))
+        tried[n] = len(found.microbatches) * n - found.tokens
     best = min(tried, key=lambda n: tried[n])
     counts = ", ".join(f"{n} leave {left}" for n, left in tried.items())
     return Choice(best, f"at most {top}, {why}; empty places in {TRIED} batches of each adapter: {counts}")

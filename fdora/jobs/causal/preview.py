@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fdora._check import FdoraError
@@ -20,37 +19,40 @@ from fdora.jobs.schedule.__main__ import summary
 
 def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | None) -> list[str]:
     """Lines for each job, the schedule, memory, and time where the rates of the GPU are known."""
-    layers, banks, course, _, why = ready
+    layers, banks, course, _, notes, _, why = ready
+    left = course.works[notes["position"] :]
     names, lines = [each.job.name for each in jobs], []
     for a, each in enumerate(jobs):
         kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
         lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
-    lines += [*summary(course.schedule, names, 1), f"capacity {course.schedule.spec.capacity}: {why or 'as given'}"]
-    size = next(iter(banks.values())).params.A.element_size()
+    lines += [
+        f"to do: {len(left)} of {len(course.works)} microbatches",
+        *summary(course.schedule, notes["parts"][-1][0], 1),
+        f"capacity {course.schedule.spec.capacity}: {why or 'as given'}",
+    ]
     most = max(sum(sample.length for sample in work.samples) for work in course.works)
     try:
-        terms = terms_of(model, layers, names, size, course.reads)
+        terms = terms_of(model, layers, banks, names, course.reads)
         lines += [f"memory of the largest microbatch, {most} tokens:", *components(memory_of(terms, most))]
     except FdoraError as error:
         return [*lines, f"memory: not planned. {error}"]
     if card is None:
         return lines
-    lines.append(f"{card.name}: {card.bytes / GIB:.1f} GiB")
-    return [*lines, f"time: about {seconds_of(terms, course, card):.0f} s"] if card.measured else lines
+    time = f", about {seconds_of(terms, left, card):.0f} s" if card.measured and left else ""
+    return [*lines, f"{card.name}: {card.bytes / GIB:.1f} GiB{time}"]
 
 
 def of_job(each: TrainJob, a: int, course: Course) -> str:
-    seen = [sample for work in course.works for sample in work.samples if sample.adapter == a]
-    held = [n for n, work in enumerate(course.works) if any(sample.adapter == a for sample in work.samples)]
-    waits = held[-1] + 1 - len(held)
+    lengths = [[sample.length for sample in work.samples if sample.adapter == a] for work in course.works]
+    seen, held = sum(map(len, lengths)), [n for n, own in enumerate(lengths) if own]
     return (
-        f"{each.job.name}: {len(course.orders[a])} optimizer steps, {len(seen)} samples, {sum(s.length for s in seen)} tokens, "
-        f"{len(seen) / len(each.data):.3g} epochs; in {len(held)} microbatches, waits in {waits} before its last"
+        f"{each.job.name}: {len(course.orders[a])} optimizer steps, {seen} samples, {sum(map(sum, lengths))} tokens, "
+        f"{seen / len(each.data):.3g} epochs; in {len(held)} microbatches, waits in {held[-1] + 1 - len(held)} before its last"
     )
 
 
 def paint(course: Course, jobs: Sequence[TrainJob], path: str) -> None:
     """The microbatches by time, each as long as it has tokens."""
-    with writing(FN, "picture", "Check the path and its suffix."):
+    with writing(FN, "picture"):
         names, microbatches = [each.job.name for each in jobs], [work.samples for work in course.works]
-        draw(simulate(microbatches, 1), Path(path), names=names, title=f"{len(microbatches)} microbatches")
+        draw(simulate(microbatches, 1), path, names=names, title=f"{len(microbatches)} microbatches")
