@@ -119,6 +119,23 @@ def test_memory_and_time_of_a_gpu(folder, capsys):
     assert not (folder / "out").exists()
 
 
+def test_a_job_that_is_new_in_the_file(folder, capsys):
+    """What ended before stays as it was."""
+    toml = folder / "jobs.toml"
+    whole = toml.read_text()
+    toml.write_text(whole[: whole.index("[jobs.med]")])
+    assert main(["train", str(toml)]) == 0
+    before = (folder / "out" / "law" / "adapter_model.safetensors").read_bytes()
+    toml.write_text(whole)
+    capsys.readouterr()
+    assert main(["plan", str(toml)]) == 0 and "to do: 3 of 7 microbatches" in capsys.readouterr().out
+    assert main(["train", str(toml)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("med ") for line in said) == 3 and not any(line.startswith("law ") for line in said)
+    assert (folder / "out" / "law" / "adapter_model.safetensors").read_bytes() == before
+    assert (folder / "out" / "med").exists()
+
+
 def test_what_diverges_is_not_saved(folder, capsys):
     toml = folder / "jobs.toml"
     toml.write_text(toml.read_text().replace("lr = 0.01", "lr = 1e30"))
