@@ -2,7 +2,7 @@
 
     fdora doctor      what runs here and why; put it into a bug report
     fdora explain     what each kind of layer of a model would cost, from its shapes alone
-    fdora plan        memory, time and layout of a training
+    fdora plan        memory, time and layout of a training, or what a file of jobs will do
     fdora schedule    microbatches of many adapters, from lengths alone
     fdora train       many adapters of one model, from a file of jobs
     fdora convert     adapters combined, as LoRA, and in other formats
@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     if not first:
         parser.print_help()
         return 0
-    return import_module(COMMANDS[parser.parse_args([first]).command]).main(rest)
+    command = parser.parse_args([first]).command
+    if command == "plan" and any(each.endswith(".toml") for each in rest):  # a file of jobs is read by who trains them
+        command, rest = "train", ["--plan", *rest]
+    return import_module(COMMANDS[command]).main(rest)
 
 
 if __name__ == "__main__":

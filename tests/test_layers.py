@@ -63,8 +63,10 @@ MAY = {
         "functional",
         "integrations",
         "jobs.schedule",
+        "jobs.plan",
         "jobs.loop",
-    },  # where adapters in a model meet schedule and loop
+        "predict",
+    },  # where adapters in a model meet schedule, planner and loop
     **{moved: set() for moved in ("schedule", "plan", "train")},  # say in one sentence where they went
     "_check": {"_facts", "_torch"},
     "_dispatch": {"_check"},

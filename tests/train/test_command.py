@@ -87,6 +87,55 @@ def test_it_trains_saves_and_goes_on(folder, capsys):
     assert first.keys() == again.keys() and all(map(torch.equal, first.values(), again.values()))
 
 
+def test_it_says_what_it_will_do(folder, capsys):
+    """The same in either way to ask for it; nothing is written but the picture."""
+    toml, picture = str(folder / "jobs.toml"), folder / "plan.png"
+    assert main(["train", toml, "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert main(["plan", toml, "--picture", str(picture)]) == 0 and capsys.readouterr().out == said
+    assert picture.read_bytes()[1:4] == b"PNG" and not (folder / "out").exists()
+    assert "memory: not planned. fdora.jobs.plan: `weights` must be one of bf16" in said  # of float32
+    assert "capacity 32: as given" in said
+    law, med, *_ = said.splitlines()
+    assert law.startswith("law: 4 optimizer steps, 6 samples, 26 tokens, 2 epochs; in 4 microbatches") and "DoRA, r = 4" in law
+    assert (
+        med.startswith("med: 3 optimizer steps, 6 samples, ")
+        and " tokens, 3 epochs; in 3 micro" in med
+        and "LoRA, r = 2" in med
+    )
+
+
+def test_memory_and_time_of_a_gpu(folder, capsys):
+    toml = folder / "jobs.toml"
+    toml.write_text(toml.read_text().replace("float32", "bfloat16"))
+    assert main(["plan", str(toml), "--gpu", "h200"]) == 0
+    said = capsys.readouterr().out
+    linears = 2 * 4 * 32 * 32 + 2 * 3 * 32 * 48
+    assert f"linears      {linears / 2**30:.3f} GiB" in said and "activations" in said and "H200 SXM: 1" in said
+    assert " GiB, about " in said
+    assert main(["plan", str(toml), "--gpu", "4090"]) == 0
+    assert "RTX 4090: 23.5 GiB" in (said := capsys.readouterr().out) and "about" not in said  # no measured rates
+    assert main(["train", str(toml), "--gpu", "4090"]) == 0 and capsys.readouterr().out == said  # nothing is trained
+    assert not (folder / "out").exists()
+
+
+def test_a_job_that_is_new_in_the_file(folder, capsys):
+    """What ended before stays as it was."""
+    toml = folder / "jobs.toml"
+    whole = toml.read_text()
+    toml.write_text(whole[: whole.index("[jobs.med]")])
+    assert main(["train", str(toml)]) == 0
+    before = (folder / "out" / "law" / "adapter_model.safetensors").read_bytes()
+    toml.write_text(whole)
+    capsys.readouterr()
+    assert main(["plan", str(toml)]) == 0 and "to do: 3 of 7 microbatches" in capsys.readouterr().out
+    assert main(["train", str(toml)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("med ") for line in said) == 3 and not any(line.startswith("law ") for line in said)
+    assert (folder / "out" / "law" / "adapter_model.safetensors").read_bytes() == before
+    assert (folder / "out" / "med").exists()
+
+
 def test_what_diverges_is_not_saved(folder, capsys):
     toml = folder / "jobs.toml"
     toml.write_text(toml.read_text().replace("lr = 0.01", "lr = 1e30"))
@@ -110,7 +159,7 @@ def test_a_prompt_has_no_labels(folder):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("capacity = 32", "", "got none of capacity"),
+        ("lr = 0.01", "", "got none of lr"),
         ("lr = 2e-2", "rate = 2e-2", "got unknown rate"),
         ("lr = 2e-2", 'lr = "fast"', "`jobs.law.lr` must be"),
         ("r = 4,", "rank = 4,", "what peft.LoraConfig takes"),

@@ -1,5 +1,6 @@
 """fdora.jobs.train against PEFT's own forward: one adapter at a time, one sample at a time, PyTorch's AdamW."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -305,6 +306,74 @@ def test_resumed_to_the_bit(model_of, tmp_path):
     same(again, whole)
     with pytest.raises(FdoraError, match=r"fdora.jobs.train: `folder` must be of this training, or new, got another schedule"):
         train(again, jobs, capacity=17, folder=tmp_path)
+
+
+FIRST = {name: ADAPTERS[name] for name in ("med", "code")}
+
+
+def as_alone(trained, jobs, model):
+    for each in jobs:
+        name, stock = each.job.name, model_of()
+        losses, evaluations = alone(stock, each)
+        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
+        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
+        wanted, start = parameters(stock, name), parameters(model_of(), name)
+        for path, p in parameters(model, name).items():
+            assert (p - wanted[path]).abs().max() < 0.02 * (p - start[path]).abs().max(), path
+
+
+@pytest.mark.parametrize("reads", [2, 3, 99])
+def test_a_job_that_joins(reads, tmp_path):
+    """law, of another rank and on more layers than those that train, or have trained: each is as alone, and goes on as usual."""
+    law, *first = jobs_of()
+    data = Until(first[0].data)
+    data.left = len(data) + reads
+    given = {"capacity": 16, "folder": tmp_path, "every": 1}
+    steps = []
+    given["on_step"] = steps.append
+    with pytest.raises(Stop) if reads < 99 else contextlib.nullcontext():
+        train(model_of(), [first[0]._replace(data=data), first[1]], **given)
+    assert any(t.any() for t in torch_file(tmp_path, "grads")) == (reads == 3)  # in the middle of a batch
+    seen = len(steps)
+    assert 0 < seen <= sum(map(len, map(batches_of, first)))
+    model, jobs = model_of(), [law, *first]
+    again, data = model_of(), Until(law.data)
+    kept = (tmp_path / "training.safetensors").read_bytes()
+    trained = train(model, jobs, **given)
+    as_alone(trained, jobs, model)
+    assert len(steps) == sum(map(len, trained.losses.values()))  # none is taken twice
+    (tmp_path / "training.safetensors").write_bytes(kept)
+    data.left = len(data) + 2
+    with pytest.raises(Stop):
+        train(again, [law._replace(data=data), *first], **given)
+    assert train(again, jobs, **given | {"capacity": None}) == trained  # to the bit
+    same(again, model)
+    for less in (first, [law._replace(batch=2), *first]):
+        with pytest.raises(FdoraError, match="`folder` must be of this training, or new, got another schedule"):
+            train(again, less, **given)
+
+
+def test_jobs_join_while_others_run(tmp_path):
+    """law's adapter is made in between, by who gives its job; code joins when all others are done."""
+    law, med, code = jobs_of()
+    model, steps, whole = model_of(adapters={"med": ADAPTERS["med"]}), [], model_of()
+    model.load_state_dict(whole.state_dict(), strict=False)
+    given = [(code, 4 + 6), (law, 2)]  # a job, and the steps that are seen before
+
+    def join():
+        more = [given.pop()[0]] if given and len(steps) >= given[-1][1] else []
+        for each in more:
+            name = each.job.name
+            model.add_adapter(name, copy.deepcopy(ADAPTERS[name]))
+            for path, p in parameters(whole, name).items():
+                model.get_parameter(path).data.copy_(p)
+        return more
+
+    trained = train(model, [med], capacity=40, folder=tmp_path, on_step=steps.append, join=join)
+    as_alone(trained, (law, med, code), model)
+    assert [step.name for step in steps[:2]] == ["med"] * 2 and len(steps) == sum(map(len, trained.losses.values()))
+    with pytest.raises(FdoraError, match="`folder` must be given with join, got None"):
+        train(model, [med], join=join)
 
 
 def torch_file(folder, part):

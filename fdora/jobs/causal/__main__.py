@@ -1,13 +1,14 @@
 """Adapters of one language model, trained together and saved as PEFT does.
 
     fdora train jobs.toml
-    fdora train jobs.toml --plan          # what it would do: the model's tokenizer is read, no weight
+    fdora plan jobs.toml                  # what it will do: of the model its config and tokenizer are read, no weight
+    fdora plan jobs.toml --gpu h200 --picture plan.png
 
-jobs.toml, of which the first three lines and each job's data, lr and adapter are needed:
+jobs.toml, of which model, output and each job's data, lr and adapter are needed:
 
     model = "path/to/model"               # of transformers; a name of its hub where that can be reached
     output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
-    capacity = 4096                       # the most tokens of a microbatch
+    capacity = 4096                       # the most tokens of a microbatch; without it chosen, as fdora plan says
     dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
 
     [jobs.law]                            # an adapter named law
@@ -18,7 +19,7 @@ jobs.toml, of which the first three lines and each job's data, lr and adapter ar
 
 A line of data is JSON: {"input_ids": [...], "labels": [...]}, {"text": "..."}, or {"prompt": "...", "completion": "..."}, whose
 prompt has no labels. Texts end with the tokenizer's end of a sequence. A training that was stopped goes on when the command is
-given again. Samples, optimizers and losses are those of fdora.jobs.train.
+given again; jobs that are new in the file begin beside the others. Samples, optimizers, losses are those of fdora.jobs.train.
 
 Exit status: 0; 1 where an adapter diverged; 2 for a mistake in arguments or files, with one sentence on stderr.
 """
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,14 @@ import torch
 
 from fdora._check import fail
 from fdora._command import mistakes, parser_of
-from fdora.jobs.causal.data import IGNORED, check_job, order_of, read
+from fdora.jobs.causal.data import IGNORED, check_job
+from fdora.jobs.causal.fit import card_of
+from fdora.jobs.causal.preview import paint, words
 from fdora.jobs.causal.records import Step, TrainJob
-from fdora.jobs.causal.whole import train
+from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
-from fdora.jobs.schedule import Spec, schedule
-from fdora.jobs.schedule.__main__ import summary
+from fdora.jobs.plan import card
+from fdora.predict import GPUS
 
 FN = "train"
 WHOLE = {"model": str, "output": str, "capacity": int, "dtype": str, "device": str, "every": int, "seed": int, "jobs": dict}
@@ -58,7 +62,7 @@ def read_toml(path: str) -> dict[str, Any]:
         found = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise fail(FN, path, "a TOML file", f"{type(error).__name__}: {error}", "Check the path.") from None
-    check_table(path, found, WHOLE, ("model", "output", "capacity", "jobs"))
+    check_table(path, found, WHOLE, ("model", "output", "jobs"))
     if not found["jobs"]:
         raise fail(FN, "jobs", "a table for each adapter", "none", "Write [jobs.NAME].")
     for name, each in found["jobs"].items():
@@ -113,24 +117,10 @@ def jobs_of(found: dict[str, Any], tokenizer: Any) -> list[TrainJob]:
     return jobs
 
 
-def said(jobs: list[TrainJob], capacity: int) -> list[str]:
-    """The schedule, in words."""
-    orders = [order_of(each) for each in jobs]
-    lengths = []
-    for each, order in zip(jobs, orders, strict=True):
-        tokens = read(f"jobs.{each.job.name}.data", each.data, (i for batch in order for i in batch), each.job.name).tokens
-        lengths.append([[tokens[i] for i in batch] for batch in order])
-    rows = [
-        f"{each.job.name}: {len(batches)} optimizer steps, {sum(map(len, batches))} samples, {sum(map(sum, batches))} tokens"
-        for each, batches in zip(jobs, lengths, strict=True)
-    ]
-    return rows + summary(schedule(lengths, Spec(capacity, seconds=0)), [each.job.name for each in jobs], 1)
-
-
-def adapted(found: dict[str, Any]) -> Any:
-    """The model with a new adapter for each job."""
+def adapted(found: dict[str, Any], values: bool = True) -> Any:
+    """The model with a new adapter for each job; without values it is read from its config alone."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, found.get("dtype", "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
@@ -142,13 +132,21 @@ def adapted(found: dict[str, Any]) -> Any:
         except (TypeError, ValueError) as error:
             raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", str(error), "Look there.") from None
     torch.manual_seed(found.get("seed", 0))
-    model = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
-    model = model.to(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
     (first, config), *rest = configs.items()
-    model = get_peft_model(model, config, adapter_name=first)
-    for name, config in rest:
-        model.add_adapter(name, config)
+    with nullcontext() if values else torch.device("meta"):
+        if values:
+            model: Any = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
+            model = model.to(device_of(found))
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(found["model"]), dtype=dtype)
+        model = get_peft_model(model.eval(), config, adapter_name=first)
+        for name, config in rest:
+            model.add_adapter(name, config)
     return model
+
+
+def device_of(found: dict[str, Any]) -> torch.device:
+    return torch.device(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def show(step: Step) -> None:
@@ -159,7 +157,9 @@ def show(step: Step) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of("train", __doc__)
     parser.add_argument("jobs", help="TOML file of a model and its jobs")
-    parser.add_argument("--plan", action="store_true", help="say what would be done, and end")
+    parser.add_argument("--plan", action="store_true", help="say what would be done, and end; fdora plan does it too")
+    parser.add_argument("--gpu", help=f"plan for one of {', '.join(GPUS)} (default: what is here)")
+    parser.add_argument("--picture", help="plan, with a file for a picture of the schedule; needs matplotlib")
     a = parser.parse_args(argv)
     with mistakes(parser):
         found = read_toml(a.jobs)
@@ -171,12 +171,16 @@ def main(argv: list[str] | None = None) -> int:
             return AutoTokenizer.from_pretrained(found["model"])
 
         jobs = jobs_of(found, tokenizer)
-        if a.plan:
-            print("\n".join(said(jobs, found["capacity"])))
+        if a.plan or a.gpu or a.picture:
+            model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
+            ready = prepared(model, jobs, found.get("capacity"), Path(found["output"]) / "checkpoint", where)
+            print("\n".join(words(model, jobs, ready, where)))
+            if a.picture:
+                paint(ready.course, jobs, a.picture)
             return 0
         model, output = adapted(found), Path(found["output"])
         rest = {key: found[key] for key in ("every", "seed") if key in found}
-        done = train(model, jobs, capacity=found["capacity"], folder=output / "checkpoint", on_step=show, **rest)
+        done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)
         names = [name for name in found["jobs"] if name not in done.diverged]
         model.save_pretrained(output, selected_adapters=names)
         print(f"saved: {', '.join(str(output / name) for name in names)}")

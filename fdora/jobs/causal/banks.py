@@ -175,10 +175,12 @@ def running(model: Any, layers: Mapping[str, Layer]) -> Iterator[Logits]:
 
 
 @torch.no_grad()
-def check_apart(model: Any, logits: Logits, params: Mapping[str, DoraParams], norms: Mapping[str, Any], ends: Tensor) -> None:
+def check_apart(model: Any, logits: Logits, params: Mapping[str, DoraParams], norms: Mapping[str, Any]) -> None:
     """Of three packed samples the second is turned round and the last token another: nothing else before them may
-    feel it. ``ends``: of nine tokens."""
-    ids = torch.arange(9, device=ends.device)
+    feel it. All are the first adapter's."""
+    A = next(iter(params.values())).A
+    ids = torch.arange(9, device=A.device)
+    ends = torch.full((len(A),), 9, dtype=torch.int32, device=A.device)
     packed = Packed(ids, ids % 3, ids[[0, 1, 2, 6, 7]], ids, (), ends)
     here, there = (logits(params, norms, packed._replace(ids=each)) for each in (ids, ids[[0, 1, 2, 5, 4, 3, 6, 7, 0]]))
     if not torch.equal(here, there):

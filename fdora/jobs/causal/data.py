@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from fdora._command import progress
 from fdora.jobs.causal.records import FN, TrainJob
 from fdora.jobs.loop import Job, Work, works_of
 from fdora.jobs.loop.step import on
-from fdora.jobs.schedule import Spec, schedule, segment_ends, to_json
+from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends, to_json
+from fdora.jobs.schedule.records import Microbatch
 
 IGNORED = -100
 
@@ -40,12 +41,21 @@ class Read(NamedTuple):
     labels: dict[int, int]
 
 
+class Part(NamedTuple):
+    """How it goes on from a microbatch: what is left of some adapters' samples is packed."""
+
+    adapters: Sequence[int]
+    capacity: int
+    start: int = 0
+
+
 class Course(NamedTuple):
     """Microbatches, and where their samples are."""
 
     reads: Sequence[Read]  # [adapter]
     orders: Sequence[Sequence[Sequence[int]]]  # [adapter][batch][number]: which sample
     works: tuple[Work, ...]
+    schedule: Schedule  # of the last part
     mark: str  # another one for another schedule
 
 
@@ -82,19 +92,31 @@ def read(arg: str, data: Any, wanted: Iterable[int], name: str) -> Read:
     return Read(arg, data, tokens, labels)
 
 
-def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], capacity: int) -> Course:
+def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], parts: Iterable[Part]) -> Course:
     """The schedule of these samples. The loss of each is a sum over its labels, so its weight is 1 / labels of its batch."""
-    lengths, labels = list[list[list[int]]](), dict[tuple[int, int], int]()
+    labels = dict[tuple[int, int], int]()
     for a, batches in enumerate(orders):
-        lengths.append([[reads[a].tokens[i] for i in batch] for batch in batches])
         for j, batch in enumerate(batches):
             labels[a, j] = sum(reads[a].labels[i] for i in batch)
             if not labels[a, j]:
                 have, remedy = f"none in samples {list(batch)[:8]}", "Leave such samples out, or shuffle."
                 raise fail(FN, reads[a].arg, "such that each batch has a label", have, remedy)
-    found = schedule(lengths, Spec(capacity, seconds=0))
-    weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(found))
-    return Course(reads, orders, tuple(weighed), hashlib.sha256(to_json(found).encode()).hexdigest())
+    row, mark = list[Microbatch](), hashlib.sha256()
+    for part in parts:
+        row = row[: part.start]
+        done = {sample for each in row for sample in each}
+        left = [left_of(reads[a], a, orders[a], done) for a in part.adapters]
+        found = schedule([[[s.length for s in batch] for batch in each] for each in left], Spec(part.capacity, seconds=0))
+        row += [tuple(sorted(left[a][j][i] for a, j, i, _ in each)) for each in found.microbatches]
+        mark.update(to_json(found).encode())
+    weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(row))
+    return Course(reads, orders, tuple(weighed), found, mark.hexdigest())
+
+
+def left_of(found: Read, a: int, order: Sequence[Sequence[int]], done: Collection[Sample]) -> list[list[Sample]]:
+    """Of adapter a, by batches, without those that are done."""
+    batches = ([Sample(a, j, n, found.tokens[i]) for n, i in enumerate(batch)] for j, batch in enumerate(order))
+    return [left for batch in batches if (left := [sample for sample in batch if sample not in done])]
 
 
 def check_data(arg: str, data: Any) -> None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fdora._check import check_positive, fail
+from fdora._check import FdoraError, check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
-from fdora.jobs.causal.banks import Logits, check_apart, layers_of, norms_of, running
-from fdora.jobs.causal.data import Course, Packed, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.banks import Layer, Logits, check_apart, layers_of, norms_of, running
+from fdora.jobs.causal.data import Course, Packed, Part, Read, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.fit import card_of, chosen, most, terms_of
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
 from fdora.jobs.loop import Job, Model, State, Work, init_state, load, read_notes, save, train_step
 from fdora.jobs.loop.files import FILE
-from fdora.jobs.loop.records import check_names
+from fdora.jobs.loop.records import TREES, Params, check_names, kept_of
+from fdora.jobs.plan import Card
 
 logger = logging.getLogger("fdora.jobs")
 
@@ -30,11 +32,12 @@ def train(
     model: Any,
     jobs: Sequence[TrainJob],
     *,
-    capacity: int,
+    capacity: int | None = None,
     folder: str | Path | None = None,
     every: int = 100,
     seed: int = 0,
     on_step: Callable[[Step], Any] | None = None,
+    join: Callable[[], Iterable[TrainJob]] | None = None,
 ) -> Trained:
     """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
 
@@ -47,20 +50,26 @@ def train(
         model = get_peft_model(base, LoraConfig(use_dora=True), adapter_name="law")
         model.add_adapter("med", LoraConfig(r=16))
         jobs = [TrainJob(Job("law", 2e-4), law, epochs=2), TrainJob(Job("med", 1e-4, clip=1.0), med)]
-        train(model, jobs, capacity=4096, folder="run")
+        train(model, jobs, folder="run")
 
     Args:
       model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
         do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers, or on quantised
         ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
-      capacity: the most tokens of a microbatch.
+      capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
+        CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
+        places stay empty. ``fdora plan`` says which.
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
-        the same bits on a CPU, when it is called with the same arguments and a model loaded anew.
+        the same bits on a CPU, when it is called with the same arguments and a model loaded anew. Jobs that are not in it
+        begin beside the others, which go on with what they have left: as alone still, to rounding, with other masks of
+        dropout. It wants all jobs that it has.
       every: microbatches between two checkpoints; there is one at the end.
       seed: draws the masks of dropout. Each adapter has PEFT's meaning and its own ratio, in steps and not in evaluations, in
         whichever mode the model is. A layer with dropout has one more product with W, and keeps a mask and D(x) for backward.
       on_step: is called with each :class:`Step`.
+      join: is called after each microbatch with steps, and gives jobs that begin there; their adapters are in the model by
+        then. It needs a folder.
 
     Returns:
       The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite
@@ -76,52 +85,73 @@ def train(
     References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206; Liu et al., DoRA, 2024, arXiv:2402.09353.
     """
     check_positive(FN, "every", every, "It counts microbatches.")
-    for a, each in enumerate(jobs):
-        check_job(f"jobs[{a}]", each)
-    rows = [each.job for each in jobs]
-    names = [job.name for job in rows]
-    check_names(FN, names)
-    layers, banks = layers_of(model, names)
-    course, evaluations = course_of_all(jobs, capacity), [evaluation_of(jobs, a, capacity) for a in range(len(jobs))]
-    keep = partial(norms_of, layers)
-    state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
-    empty = [[0.0] * len(batches) for batches in course.orders]
-    notes: dict[str, Any] = {"schedule": course.mark, "losses": empty, "evaluations": [[] for _ in jobs], "diverged": {}}
-    with running(model, layers) as logits:
-        ends = torch.full((len(jobs),), 9, dtype=torch.int32, device=device_of(state))
-        check_apart(model, logits, state.params, state.kept, ends)
-        plain, whole = Model(partial(losses_of, logits), keep), Model(partial(finite_losses_of, logits), keep)
-        if folder is not None and (Path(folder) / FILE).exists():
-            notes, state = notes_of(folder, course), load(folder, state, rows, keep)
-        elif folder is not None:
+    if join and not folder:
+        raise fail(FN, "folder", "given with join", "None", "From there those that train go on, beside the new ones.")
+    while True:
+        layers, banks, course, evaluations, notes, old, _ = prepared(model, jobs, capacity, folder)
+        rows = [each.job for each in jobs]
+        names, more = [job.name for job in rows], list[TrainJob]()
+        keep = partial(norms_of, layers)
+        state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
+        with running(model, layers) as logits:
+            check_apart(model, logits, state.params, state.kept)
+        if folder is not None:
+            state = loaded(folder, state, model, rows, old, keep) if old else state
             save(folder, state, rows, notes)  # a place that cannot be written is known before the work
-        waiting = list[tuple[Work, Tensor]]()
-        for n in progress(range(state.position, len(course.works)), "microbatches"):
-            state, found, work = advanced((plain, whole), state, course, notes, rows, seed * len(course.works) + n)
-            waiting.append((work, found))
-            kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
-            # to read losses is to wait for backward: where somebody wants them
-            while (kept is not None or work.due) and waiting:
-                ran, lost = waiting.pop(0)
-                for sample, share in zip(ran.samples, shares(ran, lost), strict=True):
-                    notes["losses"][sample.adapter][sample.batch] += share
-            steps = []
-            for a, batch in work.due:
-                step = Step(names[a], batch + 1, len(course.orders[a]), notes["losses"][a][batch], rows[a].rate(batch))
-                if is_due(jobs[a], step):
-                    step = step._replace(evaluation=evaluated(plain, state, evaluations[a]))
-                    notes["evaluations"][a].append([step.step, step.evaluation])
-                steps.append(step)
-            if kept is not None:
-                save(kept, state, rows, notes)
-            for step in steps:
-                logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
-                if on_step is not None:
-                    on_step(step)
+        with running(model, layers) as logits:
+            plain, whole = Model(partial(losses_of, logits), keep), Model(partial(finite_losses_of, logits), keep)
+            waiting = list[tuple[Work, Tensor]]()
+            for n in progress(range(state.position, len(course.works)), "microbatches"):
+                state, found, work = advanced((plain, whole), state, course, notes, rows, seed * len(course.works) + n)
+                notes["position"] = state.position
+                waiting.append((work, found))
+                kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
+                while (kept is not None or work.due) and waiting:  # to read losses is to wait for backward
+                    ran, lost = waiting.pop(0)
+                    for sample, share in zip(ran.samples, shares(ran, lost), strict=True):
+                        notes["losses"][names[sample.adapter]][sample.batch] += share
+                steps = []
+                for a, j in work.due:
+                    step = Step(names[a], j + 1, len(course.orders[a]), notes["losses"][names[a]][j], rows[a].rate(j))
+                    if is_due(jobs[a], step):
+                        step = step._replace(evaluation=evaluated(plain, state, evaluations[a]))
+                        notes["evaluations"][names[a]].append([step.step, step.evaluation])
+                    steps.append(step)
+                if kept is not None:
+                    save(kept, state, rows, notes)
+                for step in steps:
+                    logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
+                    if on_step:
+                        on_step(step)
+                if work.due and join and folder and (more := [*join()]):
+                    save(folder, state, rows, notes)
+                    break
+        if not more:
+            break
+        jobs = [*jobs, *more]
     left = notes["diverged"]
     put_back(model, banks, state, names, left)
-    losses = {name: tuple(each[: left.get(name)]) for name, each in zip(names, notes["losses"], strict=True)}
-    return Trained(losses, dict(zip(names, map(dict, notes["evaluations"]), strict=True)), left)
+    losses = {name: tuple(each[: left.get(name)]) for name, each in notes["losses"].items()}
+    return Trained(losses, {name: dict(each) for name, each in notes["evaluations"].items()}, left)
+
+
+def loaded(
+    folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Callable[[Params], Any]
+) -> State:
+    """The state in the folder. Adapters that are not among the old ones begin, perhaps on more layers or with a higher rank."""
+    if len(old) == len(rows):
+        return load(folder, state, rows, keep)
+    own = [rows[a] for a in old]
+    _, banks = layers_of(model, [job.name for job in own])
+    before = load(folder, init_state({path: bank.params for path, bank in banks.items()}, own), own)
+    for part in TREES:
+        for path, params in getattr(before, part).items():
+            for t, was in zip(getattr(state, part)[path], params, strict=True):
+                if was is not None:
+                    where: Any = ([*old], *map(slice, was.shape[1:]))
+                    t[where] = was
+    steps = tuple(before.steps[old.index(a)] if a in old else 0 for a in range(len(rows)))
+    return state._replace(kept=kept_of(keep, state.params), steps=steps, position=before.position)
 
 
 def advanced(
@@ -145,21 +175,71 @@ def device_of(state: State) -> torch.device:
     return next(iter(state.params.values())).A.device
 
 
-def course_of_all(jobs: Sequence[TrainJob], capacity: int) -> Course:
-    orders = [order_of(each) for each in jobs]
-    pairs = enumerate(zip(jobs, orders, strict=True))
-    reads = [read(f"jobs[{a}].data", each.data, chain(*order), each.job.name) for a, (each, order) in pairs]
-    return course_of(reads, orders, capacity)
+class Prepared(NamedTuple):
+    """A training before it begins."""
+
+    layers: dict[str, Layer]
+    banks: dict[str, Any]
+    course: Course
+    evaluations: Sequence[Course | None]  # of each adapter
+    notes: dict[str, Any]
+    """With what has been done; all but tensors of a checkpoint."""
+    old: Sequence[int]
+    """Adapters that go on."""
+    why: str
+    """Of the capacity, where it was chosen."""
 
 
-def evaluation_of(jobs: Sequence[TrainJob], a: int, capacity: int) -> Course | None:
-    """Its evaluation, as one batch: losses of samples by their weights are then the mean over all labels."""
-    data = jobs[a].evaluation
-    if data is None:
-        return None
-    all_ = range(len(data))
-    found = read(f"jobs[{a}].evaluation", data, all_, jobs[a].job.name)
-    return course_of([found] * len(jobs), [[all_] if b == a else [] for b in range(len(jobs))], capacity)
+def prepared(
+    model: Any, jobs: Sequence[TrainJob], capacity: int | None, folder: str | Path | None = None, card: Card | None = None
+) -> Prepared:
+    """``card``: another than that of the model's device."""
+    for a, each in enumerate(jobs):
+        check_job(f"jobs[{a}]", each)
+    names = [each.job.name for each in jobs]
+    check_names(FN, names)
+    layers, banks = layers_of(model, names)
+    orders, why = [order_of(each) for each in jobs], ""
+    reads = [read(f"jobs[{a}].data", jobs[a].data, chain(*order), names[a]) for a, order in enumerate(orders)]
+    judged = [
+        None if data is None else read(f"jobs[{a}].evaluation", data, range(len(data)), names[a])
+        for a, data in enumerate(each.evaluation for each in jobs)
+    ]
+    notes = notes_of(folder, names)
+    parts, start = notes.get("parts", []), notes.get("position", 0)
+
+    def course() -> Course:
+        return course_of(reads, orders, [Part([names.index(name) for name in own], *rest) for own, *rest in parts])
+
+    old = [a for a, name in enumerate(names) if name in notes.get("losses", ())]
+    same = len(old) == len(names)
+    if notes and (course().mark != notes["schedule"] or (same and capacity not in (None, parts[-1][1]))):
+        raise other(folder)
+    if not same:
+        if capacity is None:
+            every, device = [*reads, *filter(None, judged)], next(iter(layers.values())).W.device
+            longest = max(n for each in every for n in each.tokens.values())
+            limit = most(partial(terms_of, model, layers, banks, names, every), card or card_of(device))
+            lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
+            capacity, why = chosen(lengths, longest, limit)
+        going = [name for name in names if name not in notes.get("diverged", ())]
+        parts = [*parts, [going, capacity, start]]
+    whole = course()
+    begun: dict[str, dict[str, Any]] = {
+        "losses": {name: [0.0] * len(order) for name, order in zip(names, orders, strict=True)},
+        "evaluations": {name: [] for name in names},
+        "diverged": {},
+    }
+    after = {key: each | notes.get(key, {}) for key, each in begun.items()}
+    after |= {"schedule": whole.mark, "parts": parts, "position": start}
+    evaluations = [found and evaluation_of(found, a, len(jobs), parts[-1][1]) for a, found in enumerate(judged)]
+    return Prepared(layers, banks, whole, evaluations, after, old, why)
+
+
+def evaluation_of(found: Read, a: int, adapters: int, capacity: int) -> Course:
+    """Its samples as one batch: losses of samples by their weights are then the mean over all labels."""
+    orders: list[list[list[int]]] = [[[*found.tokens]] if b == a else [] for b in range(adapters)]
+    return course_of([found] * adapters, orders, [Part([a], capacity)])
 
 
 def is_due(each: TrainJob, step: Step) -> bool:
@@ -214,13 +294,21 @@ def evaluated(model: Model, state: State, course: Course | None) -> float:
     return sum(sum(shares(work, model.forward(state.params, state.kept, pack(course, work, device)))) for work in course.works)
 
 
-def notes_of(folder: str | Path, course: Course) -> dict[str, Any]:
+def notes_of(folder: str | Path | None, names: Sequence[str]) -> dict[str, Any]:
+    """Those of a checkpoint, all of whose jobs are there; none where there is none."""
+    if folder is None or not (Path(folder) / FILE).exists():
+        return {}
     notes: Any = read_notes(folder)
-    if not isinstance(notes, dict) or notes.get("schedule") != course.mark:
-        have = f"another schedule in {folder}"
-        remedy = "Pass the data, batches, epochs, seeds and capacity that it was written with, or another folder."
-        raise fail(FN, "folder", "of this training, or new", have, remedy)
-    return {"diverged": {}} | notes
+    if not isinstance(notes, dict) or "parts" not in notes or not notes["losses"].keys() <= {*names}:
+        raise other(folder)
+    return notes
+
+
+def other(folder: str | Path | None) -> FdoraError:
+    remedy = (
+        "Pass all of its jobs with the data, batches, epochs, seeds and capacity that it was written with, or a new folder."
+    )
+    return fail(FN, "folder", "of this training, or new", f"another schedule in {folder}", remedy)
 
 
 def put_back(model: Any, banks: dict[str, Any], state: State, names: Sequence[str], left: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
     fdora plan --model config.json --adapters 4x16 --gpu h200 --gpus 2 --length 2048 --microbatches 8
     fdora plan --model config.json --adapters law=64 med=16 --weights nf4 --json plan.json
+    fdora plan jobs.toml                  # of what fdora train jobs.toml will do; the same as fdora train jobs.toml --plan
 
 An adapter is a rank (64), several of one rank (4x16), name=rank (law=64), or the folder of a PEFT adapter. The table has a row
 for each layout: GiB on the fullest GPU, the most tokens that a microbatch can hold there, time of an optimizer step, and tokens
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from fdora._command import mistakes, parser_of, writing
 from fdora.explain_model import align
-from fdora.jobs.plan import Plan, Setup, card, plan, read_model
+from fdora.jobs.plan import Memory, Plan, Setup, card, plan, read_model
 from fdora.jobs.plan.adapters import read_adapters
 from fdora.jobs.plan.layout import Layout
 from fdora.jobs.plan.memory import SPARE
@@ -50,7 +51,7 @@ def table(found: Plan) -> str:
     lines = [*head, *align(rows), ""]
     if found.best is None:
         return "\n".join([*lines, "None fits: fewer tokens, more GPUs, or weights in fewer bits."])
-    return "\n".join([*lines, f"Best: {_words(found.best)}. Memory there:", *components(found.best)])
+    return "\n".join([*lines, f"Best: {_words(found.best)}. Memory there:", *components(found.best.memory)])
 
 
 def _words(way: Layout) -> str:
@@ -60,8 +61,7 @@ def _words(way: Layout) -> str:
     return ", ".join([kinds[way.kind], *more, *known])
 
 
-def components(way: Layout) -> list[str]:
-    held = way.memory
+def components(held: Memory) -> list[str]:
     skip = ("at",)
     rows = [(name, "", f"{value / GIB:.3f} GiB") for name, value in held._asdict().items() if name not in skip and value]
     rows.append(("peak", "", f"{held.peak / GIB:.3f} GiB, {held.at}"))

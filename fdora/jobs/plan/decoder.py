@@ -4,6 +4,8 @@ M tokens, H hidden, F inner, q and kv the widths of queries and keys; bytes of a
 
     RMSNorm       x in float32, 4 M H, and 4 M                      in its backward 20 M H: x ** 2 and the mean, each by itself
     dora_linear   x, h = x A^T (e M r), y; with a bias the value before g in the place of y
+                  with dropout D(x) and its mask, 3 M K, in the place of x, and the value before g; it is drawn in float32,
+                  9 M K in forward, 8 M K in backward
     rotation      nothing
     attention     q, k, v, its output, 4 M heads
     act, product  their inputs
@@ -76,10 +78,13 @@ class Block:
             decoded = setup.decoded(N * K)
             forward, more = max(forward, decoded), 0
             if name in setup.targets:
-                before = name in self.model.biases
+                before = name in self.model.biases or setup.dropout
+                if setup.dropout:
+                    keeps.append(self.piece(f"{at}.{name} D(x)", (E + 1) * M * K))
+                    forward, more = max(forward, decoded + 9 * M * K), 8 * M * K
                 keeps.append(self.piece(f"{at}.{name} before g", E * M * N) if before else ys[-1])
                 keeps.append(self.piece(f"{at}.{name} h", E * M * setup.width))
-                more = self.scratch(N)
+                more = max(more, self.scratch(N))
                 gradients += setup.adapter_elements(N, K) * setup.adapter_bytes
             backward = max(backward, more + decoded)
         return Call(ys, keeps, forward, backward, gradients, work._replace(calls=min(1, work.calls)))
@@ -87,7 +92,7 @@ class Block:
     def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
         """Layers on one x, in one call where there are several."""
         ys, keeps, forward, backward, gradients, work = self.call(at, names)
-        keeps = [x, *keeps] if keeps else []  # a frozen W keeps nothing
+        keeps = [x, *keeps] if keeps and not self.setup.dropout else keeps  # a frozen W keeps nothing
         self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients, work=work))
         return ys
 
@@ -117,14 +122,14 @@ class Block:
         masked = masks(m, setup, layer)
         keeps = []
         if masked:  # a mask: torch makes it additive for each layer, and a k and v for each q
-            keeps.append(self.piece(f"{at}.mask", E * M * setup.length))
+            keeps.append(self.piece(f"{at}.mask", E * M * setup.row(M)))
             if m.heads != m.kv_heads:
                 wide = [self.piece(f"{at}.{name} repeated", E * n) for name in ("k", "v")]
                 self.ops.append(Op(f"{at}.repeat", (k, v), tuple(wide), work=Work(passes(n, 4, 4), passes(n, 4, 4))))
                 k, v = wide
         out, sums = self.piece(f"{at}.attention", E * n), self.piece(f"{at}.sums", 4 * M * m.heads)
         keeps += [q, k, v, out, sums]
-        work = attention(M, setup.length, masked, q_width, kv_width)
+        work = attention(M, setup.row(M), masked, q_width, kv_width)
         self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), tuple(keeps), 0, 4 * E * n, work=work))
         return self.linear(at, ("o_proj",), out)[0]
 
@@ -178,7 +183,7 @@ class Block:
 
 def masks(model: Model, setup: Setup, layer: int) -> bool:
     """Whether a layer's attention gets a mask. transformers makes one where a window is as long as a sequence, too."""
-    return layer in model.sliding and setup.length >= model.window
+    return setup.packed or (layer in model.sliding and setup.length >= model.window)
 
 
 def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -> Network:
@@ -190,9 +195,9 @@ def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -
     block = Block(model, setup, tokens)
     x = block.piece("x", E * tokens * model.hidden)
     segments = []
-    inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.length * model.head_dim)]
+    inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.row(tokens) * model.head_dim)]
     if any(masks(model, setup, layer) for layer in part.held):
-        inputs.append(block.piece("mask", tokens * setup.length))
+        inputs.append(block.piece("mask", tokens * setup.row(tokens)))
     block.ops.append(Op("embedding", (), (x,)) if part.first else Op("received", (), (x,), gradients=1))
     segments.append(block.take(False))
     for layer in part.held:

@@ -32,7 +32,9 @@ class Adapter(NamedTuple):
 
 class Setup(NamedTuple):
     """What is trained, and how. ``length``: tokens of a sequence. ``fuse``: q, k, v and the MLP in one call each,
-    as ``use_fdora(model)`` runs them where it can. ``loss_tokens``: of each sequence that reach the head; None: all of them."""
+    as ``use_fdora(model)`` runs them where it can. ``loss_tokens``: of each sequence that reach the head; None: all of them.
+    ``packed``: the sequences of a microbatch are one row, with a mask that parts them. ``dropout``: adapters drop their inputs,
+    as ``fdora.jobs.train`` does it."""
 
     length: int
     adapters: tuple[Adapter, ...]
@@ -44,6 +46,12 @@ class Setup(NamedTuple):
     optimizer: str = "adamw"
     microbatches: int = 1
     targets: frozenset[str] = frozenset(LINEARS)
+    packed: bool = False
+    dropout: bool = False
+
+    def row(self, tokens: int) -> int:
+        """Tokens that attention is given as one sequence."""
+        return tokens if self.packed else self.length
 
     @property
     def width(self) -> int:

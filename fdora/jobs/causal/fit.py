@@ -1,0 +1,124 @@
+"""A training of these adapters as the planner sees it: memory and time on a GPU, and how many tokens a microbatch gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fdora._check import FdoraError, fail
+from fdora.jobs.causal.banks import Layer
+from fdora.jobs.causal.data import Read
+from fdora.jobs.causal.records import FN
+from fdora.jobs.loop import Work
+from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
+from fdora.jobs.plan.memory import SPARE
+from fdora.jobs.plan.setup import check_setup
+from fdora.jobs.schedule import Spec, schedule
+from fdora.jobs.schedule.records import Lengths
+from fdora.predict import GPUS
+
+BF16 = dict.fromkeys(("torch.bfloat16", "torch.float16"), "bf16")  # the planner's word for 16 bits
+DEFAULT = 4096  # tokens of a microbatch where nothing is planned
+TRIED = 8  # batches of each adapter, by which tokens of a microbatch are compared
+
+
+class Terms(NamedTuple):
+    """What the planner wants to know."""
+
+    model: Model
+    setup: Setup
+
+
+def terms_of(
+    model: Any, layers: Mapping[str, Layer], banks: Mapping[str, Any], names: Sequence[str], reads: Sequence[Read]
+) -> Terms:
+    """Of a PEFT model, with or without values.
+
+    Raises:
+      FdoraError: the planner knows no such model, weights, layers or attention.
+    """
+    inner = model.get_base_model()
+    attention = inner.config._attn_implementation
+    if attention == "eager":
+        raise fail(FN, "model", "one whose attention is planned", "attn_implementation='eager'", "Take 'sdpa'.")
+    kinds = {str(getattr(layer.W, "kind", layer.W.dtype)) for layer in layers.values()}
+    adapters = (Adapter(name, max(layer.ranks[a] for layer in layers.values())) for a, name in enumerate(names))
+    pairs = [(n, each.labels[i]) for each in reads for i, n in each.tokens.items()]
+    longest = max(n for n, _ in pairs)
+    setup = Setup(
+        longest,
+        tuple(adapters),
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) and module.training for module in inner.modules()),
+        loss_tokens=max(1, math.ceil(longest * max(labels / n for n, labels in pairs))),
+        weights=" and ".join({BF16.get(kind, kind) for kind in sorted(kinds)}),
+        adapter_bytes=next(iter(banks.values())).params.A.element_size(),
+        microbatches=2,  # gradients of several are added up
+        targets=frozenset(path.rpartition(".")[2] for path in layers),
+        packed=attention == "sdpa",
+        dropout=any(layer.dropout is not None for layer in layers.values()),
+    )
+    return Terms(read_model(inner.config.to_dict()), check_setup(setup))
+
+
+def card_of(device: torch.device) -> Card | None:
+    """None on a CPU. The rates are its own where they are measured."""
+    if device.type != "cuda":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    own = next((key for key, rates in GPUS.items() if rates.driver == facts.name), None)
+    like = card(own or "h200")
+    return like._replace(name=facts.name, bytes=facts.total_memory, measured=like.measured and own is not None)
+
+
+def memory_of(terms: Terms, tokens: int) -> Memory:
+    """With ``tokens`` in a microbatch. Adapters are in the model and in the state; gradients are made beside those so far."""
+    held = memory(*terms, tokens)
+    return held._replace(adapters=2 * held.adapters, gradients=2 * held.gradients)
+
+
+def seconds_of(terms: Terms, works: Sequence[Work], card: Card) -> float:
+    """Of these microbatches, as if each were as long as the mean."""
+    count = len(works)
+    mean = sum(sample.length for work in works for sample in work.samples) // count
+    time = times(*terms, mean, card.profile)
+    return time.step(count) + (sum(bool(work.due) for work in works) - 1) * time.update
+
+
+class Choice(NamedTuple):
+    """Tokens of a microbatch, and why so many."""
+
+    tokens: int
+    why: str
+
+
+def most(find: Callable[[], Terms], card: Card | None) -> Choice:
+    """What the planner says fits; where it cannot say, a default."""
+    if card is None:
+        return Choice(DEFAULT, "the default without a GPU")
+    try:
+        terms = find()
+    except FdoraError as error:
+        return Choice(DEFAULT, f"the default where memory is not planned ({error})")
+    budget = card.bytes * (1 - SPARE) - memory_of(terms, 1).peak + memory(*terms, 1).peak
+    return Choice(capacity(*terms, max(1, int(budget))), f"by the planner the most on {card.name}")
+
+
+def chosen(lengths: Lengths, longest: int, limit: Choice) -> Choice:
+    """Tokens from three quarters of the limit up to all of it: what leaves the fewest places empty, and of equals the most.
+
+    Never fewer than the longest sample has, nor more than a batch of each adapter: more are never together.
+    """
+    together = sum(max(map(sum, batches), default=0) for batches in lengths)
+    top, why = min((together, "one batch of each adapter"), limit)
+    if top < longest:
+        top, why = longest, f"the longest sample; {why}: {top}"
+    first, tried = [batches[:TRIED] for batches in lengths], dict[int, int]()
+    for n in sorted({max(longest, top * part // 8) for part in (6, 7, 8)}, reverse=True):
+        found = schedule(first, Spec(n, seconds=0))
+        tried[n] = len(found.microbatches) * n - found.tokens
+    best = min(tried, key=lambda n: tried[n])
+    counts = ", ".join(f"{n} leave {left}" for n, left in tried.items())
+    return Choice(best, f"at most {top}, {why}; empty places in {TRIED} batches of each adapter: {counts}")
