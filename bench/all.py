@@ -125,8 +125,9 @@ TABLE = {
         "bench.quant --runs 3 --no-norms --M 4096 --shapes 4096x14336,14336x4096,8192x8192,28672x8192 "
         "--ways linear4bit,qlora,fdora --jobs 12",
     ),
-    "fp8_64": Entry(75, "bench.fp8 --M 4096,128,512 --r 64 --runs 3"),
-    "fp8_16": Entry(40, "bench.fp8 --M 2048,16384 --shapes 4096x4096,14336x4096 --r 16 --runs 3"),
+    "fp8_64": Entry(30, "bench.fp8 --M 4096,2048,16384 --r 64 --runs 3"),
+    "fp8_more": Entry(50, "bench.fp8 --M 4096,2048,16384,512,128 --r 64 --runs 3"),
+    "fp8_16": Entry(20, "bench.fp8 --M 2048,4096,16384 --shapes 4096x4096,14336x4096 --r 16 --runs 3"),
     "vit": Entry(110, "bench.vit"),
     "vit_40": Entry(300, "bench.vit --layers 40"),
     "diffusion_klein": Entry(100, "bench.diffusion --models klein --batch 2"),

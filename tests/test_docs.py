@@ -380,7 +380,7 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
 def test_tables_by_hand():
     """Which no command writes: gradients through the norm, products of 8 bits, a server's kernels."""
     result = lambda name: records.result(f"h200/{name}")  # noqa: E731
-    full, ratios, shares = result("full"), {}, {}
+    full, ratios = result("full"), {}
     for x in full["rows"]:
         if x["norm"] == "given":
             ratios.setdefault((x["M"], x["r"]), []).append(f"{x['ratio']:.2f}")
@@ -391,21 +391,22 @@ def test_tables_by_hand():
     assert ends in " ".join(PAGES["docs/peft.md"].split())
     assert f"commit {full['about']['commit']})" in PAGES["bench/NOTES.md"]
 
-    for x in result("fp8_64")["rows"]:
-        shares.setdefault((x["M"], x["scales"]), []).append(x["ms"]["fp8"] / x["ms"]["lora"])
-    for M in (128, 512, 4096):
-        cells = [f"{min(each):.2f} to {max(each):.2f}" for each in (shares[M, "row"], shares[M, "128 x 128"])]
+    for M, name in ((128, "fp8_more"), (512, "fp8_more"), (4096, "fp8_64")):
+        some = [x for x in result(name)["rows"] if x["M"] == M]
+        cells = []
+        for mode, way in (("fwd", "fp8"), ("fwd_bwd", "fp8_grad")):
+            for scales in ("row", "128 x 128"):
+                each = [x["ratio"][f"{way}/lora"] for x in some if (x["mode"], x["scales"]) == (mode, scales)]
+                cells.append(f"{min(each):.2f} to {max(each):.2f}")
         assert f"\n| {M} | {' | '.join(cells)} |\n" in PAGES["docs/quantised.md"]
 
-    served = result("serve")["rows"]
-    shares = {way: [x["ratio"][f"{way}/vllm_lora"] for x in served if "ratio" in x] for way in ("plugin", "idle", "multi_ids")}
-    plugin, idle, multi = (f"{min(each):.2f} to {max(each):.2f}" for each in shares.values())
+    served = [x for name in ("serve", "serve_wide") for x in result(name)["rows"]]
     said = " ".join(PAGES["docs/serving.md"].split())
-    assert (
-        f" take {plugin} of their time with vLLM's LoRA (1 to 8192 tokens, 1 to 64 adapters), those of LoRA requests {idle}:"
-        in said
-    )
-    assert f"`dora_linear_multi` takes {multi}, but" in said and f"r = 64, takes {served[0]['ms']['model']:.1f} ms." in said
+    shares = {way: [x["ratio"][f"{way}/vllm_lora"] for x in served if "ratio" in x] for way in ("plugin", "idle")}
+    plugin, idle = (f"{min(each):.2f} to {max(each):.2f}" for each in shares.values())
+    assert f" take {plugin} of their time with vLLM's LoRA, above 1.04 in one of 96 cases; LoRA requests {idle}:" in said
+    assert sum(share > 1.04 for share in shares["plugin"]) == 1 and len(shares["plugin"]) == 96
+    assert f"r = 64, takes {served[0]['ms']['model']:.1f} ms." in said
 
 
 def test_each_table_shows_its_own_measurements():

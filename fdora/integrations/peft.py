@@ -77,6 +77,7 @@ def use_fdora(
     detach: bool = True,
     norms_on_shards: bool = False,
     compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     keep: Literal["cpu"] | None = None,
 ) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
@@ -110,6 +111,7 @@ def use_fdora(
         then on, by as much noise in its weights, and so is its state dict; merge into the rounded weight, and serve with it.
         Adapters that PEFT saves say so, in ``auto_mapping`` of their config. Layers that share x run one by one. Dropout needs
         ``dropout_mode="lora"``; :func:`report` says what multiplies codes, and why the rest does not.
+      grad_compute: "fp8", together with ``compute``, multiplies 8-bit codes in backward too, for the gradient of x alone.
       keep: "cpu" keeps the weights that are rounded on the CPU, from where :func:`restore` puts them back.
 
     Returns:
@@ -122,7 +124,7 @@ def use_fdora(
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     _check_mode("use_fdora", dropout_mode)
-    _check_compute(layers, compute, keep)
+    _check_compute(layers, compute, grad_compute, keep)
     unfuse_blocks(model)
     unhook(model)
     shared = tied(model) if compute else set()
@@ -134,7 +136,7 @@ def use_fdora(
             if isinstance(variant, Dora):
                 found = True
                 variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
-                variant.compute, variant.why_decoded = compute, why
+                variant.compute, variant.grad_compute, variant.why_decoded = compute, grad_compute, why
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
@@ -414,10 +416,12 @@ def _check_mode(fn: str, mode: Any) -> None:
         raise FdoraError(f"fdora.{fn}: `dropout_mode` must be 'peft' or 'lora', got {mode!r}. {remedy}")
 
 
-def _check_compute(layers: list[tuple[str, Any]], compute: Any, keep: Any) -> None:
-    for name, value, known in (("compute", compute, "fp8"), ("keep", keep, "cpu")):
+def _check_compute(layers: list[tuple[str, Any]], compute: Any, grad_compute: Any, keep: Any) -> None:
+    for name, value, known in (("compute", compute, "fp8"), ("grad_compute", grad_compute, "fp8"), ("keep", keep, "cpu")):
         if value not in (None, known):
             raise FdoraError(f"fdora.use_fdora: `{name}` must be None or {known!r}, got {value!r}. None is the default.")
+    if grad_compute and not compute:
+        raise FdoraError("fdora.use_fdora: `grad_compute` must be None without compute, got 'fp8'. Pass compute='fp8' too.")
     for path, layer in layers if compute else ():
         if layer.merged_adapters:
             raise FdoraError(

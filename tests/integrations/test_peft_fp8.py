@@ -153,6 +153,21 @@ def test_and_multiplies_codes_where_it_is_asked_to(kind):
     assert (report(model)[0].codes, report(model)[0].why_decoded) == (2, "a torch.float64 input")
 
 
+def test_and_multiplies_codes_in_backward_for_x_alone():
+    (model, _), dy = checkpoint("blocks"), torch.randn(96, N, device=device.NAME, dtype=HALF)
+    x = torch.randn(96, K, device=device.NAME, dtype=HALF).requires_grad_()
+    leaves, found = [x, *(p for p in model.parameters() if p.requires_grad)], []
+    for how in (None, "fp8"):
+        use_fdora(model, compute="fp8", grad_compute=how)
+        found.append(torch.autograd.grad(model(x), leaves, dy))
+    assert all(map(torch.equal, found[0][1:], found[1][1:])) and 0.01 < rel_l2(found[1][0], found[0][0]) < 0.04
+    assert copy.deepcopy(model.base_model.model[0].lora_variant["default"]).grad_compute == "fp8"
+    with pytest.raises(FdoraError, match="`grad_compute` must be None without compute, got 'fp8'"):
+        use_fdora(model, grad_compute="fp8")
+    with pytest.raises(FdoraError, match="`grad_compute` must be None or 'fp8', got 'int8'"):
+        use_fdora(model, compute="fp8", grad_compute="int8")
+
+
 def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):
     """PEFT's DoRA computes with codes, and raises. m is that of the decoded weight, and the parameters are float32."""
     layer, W = CHECKPOINTS["blocks"]()

@@ -66,4 +66,5 @@ def ahead(calls: list[Call], act: str | None) -> Ahead:
     if len(layers) > 1:
         return Ahead(dora_linear_group, W, W.shape[1], (layers,), how)
     how |= {"s": first.s, "bias": first.bias, "norm": first.norm, "compute": calls[0].compute}
+    how |= {"grad_compute": calls[0].compute and calls[0].variant.grad_compute}
     return Ahead(dora_linear, W, W.shape[1], first[:4], how)

@@ -75,7 +75,7 @@ class Layer(nn.Module):
         how: Any = {"dropout_p": p, "dropout_mode": mode, "keep_inner": variant.keep_inner, "detach": not full}
         if compute:
             variant.count(CODES)
-            how["compute"] = compute
+            how |= {"compute": compute, "grad_compute": variant.grad_compute}
         if epilogue is not None:
             variant.tail.taken()
             how |= {"gamma": epilogue.gamma, "residual": epilogue.residual}
