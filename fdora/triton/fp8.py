@@ -13,11 +13,12 @@ asked for codes. e4m3 products want sm_89; without TMA pointers bring the tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Operands, Options, Saved
+from fdora._records import Dropout, Operands, Options, Saved
 from fdora.quant import Codes8
 from fdora.triton.codes import Coded, groups_of, packed
 from fdora.triton.copy import in_dtype
@@ -47,9 +48,7 @@ def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], d
     return [y], Saved(h, (kept,), (len(before) > 0,))
 
 
-def fp8_bwd(*of: Any) -> tuple[Tensor | None, list[Grads]]:
-    """What layers_bwd takes and gives; dx by a product of codes."""
-    return layers_bwd(*of, True)
+fp8_bwd = partial(layers_bwd, fp8=True)  # dx by a product of codes
 
 
 @maker("dora_linear forward, 8-bit product", "tokens rest")
