@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import ANY_LENGTH, launched
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
     return v
 
 
-@triton.jit(launch_metadata=launched)
+@triton.jit(**ANY_LENGTH)
 def fp8_rows_kernel(
     x, other, by, out, scale, factor, M, K, stride_xm, stride_other,
     OTHER: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
