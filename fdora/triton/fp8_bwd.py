@@ -49,6 +49,7 @@ def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, ot
     args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
     args["PTX"] = has_ptx(plan.device.capability)
     if blocks:
+        assert by is None and other is ONLY_X
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
         block_k = min(16384, max(128, power_of_two(K)))
