@@ -118,7 +118,7 @@ def gemm(
         tiles = tiled(config, trans_b, {"x": x, "x_masked": x_masked}, {"w": w}, ends)
         tiles |= tiled(slab, trans_b, {"h": _fit(plan, h)}, {"b": _fit(plan, b)}, {})
         given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": flatten, "ONE_SLAB": one}
-        given["p"] = masked.p
+        given["p"] = masked.p if epilogue.kind == "dropped" else None  # no argument of the kernels that are the same without it
         plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config, scales)
         return
     if x_masked is not None and x_masked.stride != x.stride:

@@ -271,6 +271,7 @@ KERNELS = (
     "strip_norm",
     "strip_root",
     "sum",
+    "turn",
 )
 
 
