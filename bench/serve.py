@@ -39,7 +39,7 @@ from bench.truth import norm_of, rel_l2, some
 from bench.ways import BF16, S, Way, away, checked, ratios
 from fdora.functional import dora_linear_multi
 from fdora.functional.opaque import scale_slots
-from fdora.integrations import vllm as plug_in
+from fdora.integrations._vllm import g as plug_in
 
 WAYS = ("base", "vllm_lora", "plugin", "idle", "multi_ids")
 TOLERANCE = 5e-3

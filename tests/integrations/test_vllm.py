@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from fdora import FdoraError
 from fdora.integrations import vllm as plugin
+from fdora.integrations._vllm import slots as rooms
 from tests import reference
 from tests.close import assert_within
 from tests.integrations import vllm_stand_in as engine
@@ -25,7 +26,7 @@ S = 1.5
 def vllm(request, monkeypatch):
     """The pass as it is on a CPU, and as it is where there are kernels: here plain torch computes what they do."""
     if request.param == "in its place":
-        monkeypatch.setattr(plugin, "select_backend", lambda t: SimpleNamespace(name="triton"))
+        monkeypatch.setattr(rooms, "select_backend", lambda t: SimpleNamespace(name="triton"))
     with engine.stand_in():
         plugin.register()
         yield
@@ -302,7 +303,7 @@ def test_slots_are_used_again_and_g_is_computed_once(vllm, base, tmp_path, monke
     for id, folder in ((1, "one"), (2, "two"), (3, "three"), (1, None), (3, None), (2, None)):
         with monkeypatch.context() as patch:
             if folder is None:
-                patch.setattr(plugin, "g_of", None)
+                patch.setattr(rooms, "g_of", None)
                 manager.activate_adapter(id)
             else:
                 found.add_adapter(tmp_path / folder, id)

@@ -124,7 +124,7 @@ def test_is_an_op_that_a_compiler_sees(adds):
 def test_a_server_has_every_kernel_before_it_captures(rank):
     """Triton compiles for one, for multiples of 16 and for other numbers of tokens; a tile is a constant."""
     pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
-    from fdora.integrations.vllm import LENGTHS
+    from fdora.integrations._vllm.slots import LENGTHS
     from fdora.triton.compose import rows_of_slots
 
     def kernel(M):
