@@ -35,14 +35,14 @@ SIGNATURES = {
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, gamma=None, residual=None, norm=None, dropout_p=0.0, "
     "dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
-    "detach=True, backend='auto')",
+    "detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "
     "ranks=None, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, gamma=None, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",
     "dora_mlp": "(x, gate, up, down, *, act='silu', dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, "
-    "keep_inner=False, detach=True, backend='auto')",
+    "keep_inner=False, detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_norm": "(W, A, B, *, s, norm_axis=1, base_sqnorm=None, detach=True, max_bytes=None, state=None, squared=False, "
     "group=None, backend='auto')",
     "dora_norm_state": "(W)",

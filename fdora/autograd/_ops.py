@@ -43,9 +43,6 @@ class Backend:
     mlp_bwd: Op
     mlp_bound: Op
     """mlp_fwd in the same case."""
-    fp8_fwd: Op
-    fp8_bwd: Op
-    """layers_bwd of one layer, dx by a product of 8-bit numbers."""
     multi_fwd: Op
     multi_bwd: Op
     bank_norm: Op
@@ -83,7 +80,6 @@ BOTH = {
     "compose": "compose_fwd compose_bwd scale_slots",
     "linear": "layers_fwd layers_bwd layers_bound",
     "mlp": "mlp_fwd mlp_bwd mlp_bound",
-    "fp8": "fp8_fwd fp8_bwd",
     "multi": "multi_fwd multi_bwd bank_norm route",
     "experts": "spread combine gates_bwd gated_fwd gated_bwd",
     "embedding": "embedding_fwd",

@@ -1,7 +1,7 @@
 """Autograd of layers that read the same x, and of a gated MLP: one node. A single layer is a group of one.
 
-What differs from call to call is data: :class:`Call` says which forward runs (the layers', that of 8-bit
-products, the MLP's) and whether a residual is added; ``parts`` are the activations that the forward saves.
+What differs from call to call is data: :class:`Call` says which forward runs (the layers' or the MLP's), whether
+products are of 8-bit numbers and whether a residual is added; ``parts`` are the activations that the forward saves.
 An 8-bit product rounds x, which counts as the identity: backward runs in the dtype of x on the decoded W, or rounds dz for
 dx alone.
 """
@@ -53,7 +53,7 @@ class Call(NamedTuple):
     """Of one layer: c, given as a constant, is the norm of its W, A and B. Its gradient goes on, and is
     added to theirs before autograd sees any: a sum of autograd's is a pass over each."""
     fp8: bool = False
-    """Of one layer: forward multiplies 8-bit numbers, and W is a QuantWeight of e4m3."""
+    """Forward multiplies 8-bit numbers, and every W is a QuantWeight of e4m3."""
     fp8_grad: bool = False
     """The same of backward, for dx."""
     residual: bool = False
@@ -112,14 +112,11 @@ def forward(x: Tensor, operands: Sequence[Operands], call: Call, residual: Tenso
     """Each y; the parts; of each layer what dm reads, and whether that is the value before g; the norms
     that were formed."""
     ops, options, drop = OPS[call.backend], call.options, call.drop
-    asks: dict[str, Any] = {"seen": call.seen, "keep": call.keep} if call.seen else {}
+    asks: dict[str, Any] = {"seen": call.seen, "keep": call.keep} if call.seen else {"fp8": True} if call.fp8 else {}
     if call.act is not None:
         y, of_mlp, norms = ops.mlp_fwd(x, operands, options, drop, call.act, **asks)
         return ([y], *of_mlp.apart(), norms)
-    if call.fp8:
-        ys, saved = ops.fp8_fwd(x, operands, options, drop)
-    else:
-        ys, saved = ops.layers_fwd(x, operands, options, drop, residual, **asks)
+    ys, saved = ops.layers_fwd(x, operands, options, drop, residual, **asks)
     return ys, (saved.h,), saved.kept, saved.pre_scale, saved.norms
 
 
@@ -134,17 +131,17 @@ def gradients(
 ) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of each layer."""
     ops, (parts, kept, pre_scale) = OPS[call.backend], saved
+    fp8: dict[str, Any] = {"fp8": True} if call.fp8_grad else {}
     operands: Sequence[Operands] = layers_of(flat, call.specs)
     if call.specs is not None and not call.fp8_grad:
         operands = readable(operands, x.dtype, call.backend)
     if call.act is not None:
         of_mlp, dy = SavedMlp.joined(parts, kept, pre_scale), dys[0]
         assert dy is not None
-        return ops.mlp_bwd(dy, x, operands, call.options, call.drop, call.act, of_mlp, need_x, needs)
+        return ops.mlp_bwd(dy, x, operands, call.options, call.drop, call.act, of_mlp, need_x, needs, **fp8)
     of_layers = Saved(parts[0], kept, pre_scale)
     if not call.full:
-        bwd = ops.fp8_bwd if call.fp8_grad else ops.layers_bwd
-        return bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, needs)
+        return ops.layers_bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, needs, **fp8)
     A, B, m, _, bias = needs[0]
     asked = [Needs(A, B, m, A or B, bias)]
     dx, found = ops.layers_bwd(dys, x, operands, call.options, call.drop, of_layers, need_x, asked)

@@ -1,5 +1,5 @@
-"""The layer's forward with a base product of 8-bit numbers, in plain torch: what the kernels of fdora/triton/fp8.py compute
-(of few tokens, and of shapes that they do not take, they round nothing).
+"""A base product of 8-bit numbers in plain torch: what the kernels of fdora/triton/fp8.py compute (of few tokens, and of shapes
+that they do not take, they round nothing).
 
     x ~ q(x) = code * a      code = e4m3(x (1 / a)), a = max |x| / 448 of a token, or of 128 columns of a token, at least 2^-126
     base = q(x) W^T          W[n, k] = code[n, k] * scale, as its format has it, rounded nowhere else
@@ -13,51 +13,14 @@ identity. dz is rounded as x is, by token or by 128 columns, and the other gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from fdora._records import Dropout, Grads, Needs, Operands, Options, Saved
-from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
-from fdora.eager.dropout import drop
-from fdora.eager.linear import as_matrix, layers_bwd, linear_fwd, scaled, shaped
-from fdora.eager.norm import blocks, default_bytes, scale
+from fdora.eager.norm import blocks, default_bytes
 from fdora.quant import Codes8, QuantWeight
 
 BLOCK = 128  # columns of x under one scale where W has scales of blocks
 LARGEST = 448.0
-
-
-def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout) -> tuple[list[Tensor], Saved]:
-    """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
-    (la,), (o,), flat = layers, options, as_matrix(x)
-    # The value before g is what q(x) gave: backward, which has x and the decoded W, could not form it again.
-    o = o if o.save == "nothing" else Options(o.s, "pre_scale")
-    y, h, v = linear_fwd(flat, la, o, dropout, None, base=base_of(flat, la.W))
-    return [shaped(y, x)], Saved(h, (v,), (v is not None,))
-
-
-def fp8_bwd(
-    dys: Sequence[Tensor | None],
-    x: Tensor,
-    layers: Sequence[Operands],
-    options: Sequence[Options],
-    dropout: Dropout,
-    saved: Saved,
-    need_x: bool,
-    needs: Sequence[Needs],
-) -> tuple[Tensor | None, list[Grads]]:
-    """What layers_bwd gives for one layer; dx by a product of 8-bit numbers."""
-    (la,), (dy,), t = layers, dys, x.dtype
-    assert la.A is not None and la.B is not None and la.m is not None and la.c is not None
-    W = la.W.dequantize(t) if saved.kept[0] is not None and not saved.pre_scale[0] else None  # lost columns read it
-    _, grads = layers_bwd([dy], x, [Operands(W, *la[1:])], options, dropout, saved, False, needs)
-    if dy is None or not need_x:
-        return None, grads
-    dz = times_g(as_matrix(dy).to(acc_dtype(t)), scale(la.m, la.c), t)
-    through_A = drop(matmul(dz @ scaled(la.B, options[0].s, t), la.A.to(t)), la.seed, dropout.p)
-    return shaped(cast(through_base(dz, la.W) + through_A, t), x), grads
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:

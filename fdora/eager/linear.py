@@ -45,13 +45,22 @@ from fdora._records import Bound, Dropout, Grads, Needs, Operands, Options, Save
 from fdora._torch import unsafe_view
 from fdora.eager._matmul import acc_dtype, cast, is_plain, is_real, matmul, times_g
 from fdora.eager.dropout import drop
+from fdora.eager.fp8 import base_of, through_base
 from fdora.eager.norm import scale
 
 
 def layers_fwd(
-    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, residual: Tensor | None = None
+    x: Tensor,
+    layers: Sequence[Operands],
+    options: Sequence[Options],
+    drop: Dropout,
+    residual: Tensor | None = None,
+    fp8: bool = False,
 ) -> tuple[list[Tensor], Saved]:
-    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it."""
+    """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it.
+
+    ``fp8``: every W is a QuantWeight of e4m3, and layers with an adapter multiply 8-bit numbers (fp8.py).
+    """
     flat = as_matrix(x)
     As = [la.A for la in layers if la.A is not None]
     shared = lora_shrink(flat, As) if len(As) > 1 and not drop.p else None
@@ -59,9 +68,12 @@ def layers_fwd(
     ys, hs, kept, pre_scale = [], [], [], []
     for la, o in zip(layers, options, strict=True):
         if la.A is None:
-            y, v = frozen_fwd(flat, la.W, la.bias), None
+            y, v = frozen_fwd(flat, la.W.dequantize(x.dtype) if fp8 else la.W, la.bias), None
         else:
-            y, h, v = linear_fwd(flat, la, o, drop, next(given), None if residual is None else as_matrix(residual))
+            base = base_of(flat, la.W) if fp8 else None
+            # The value before g is what the rounded x gave: backward, which has x and the decoded W, could not form it again.
+            o = Options(o.s, "pre_scale") if fp8 and o.save != "nothing" else o
+            y, h, v = linear_fwd(flat, la, o, drop, next(given), None if residual is None else as_matrix(residual), base)
             hs.append(h)
         ys.append(shaped(y, x))
         kept.append(ys[-1] if v is None and o.save != "nothing" else v)
@@ -90,10 +102,11 @@ def layers_bwd(
     saved: Saved,
     need_x: bool,
     needs: Sequence[Needs],
+    fp8: bool = False,
 ) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of each layer; those of bias in acc_dtype. A dy of None: nobody asked for this y.
 
-    A list of dys is emptied.
+    A list of dys is emptied. ``fp8``: every W is a QuantWeight of e4m3, and dz rounded to 8 bits for dx.
     """
     flat = as_matrix(x)
     ranks = [la.A.shape[0] for la in layers if la.A is not None]
@@ -107,11 +120,11 @@ def layers_bwd(
         if dy is None:
             grads.append(Grads())
         elif h is None:
-            dx, dbias = frozen_bwd(as_matrix(dy), la.W, need_x, need.bias, dx)
+            dx, dbias = frozen_bwd(as_matrix(dy), la.W.dequantize(x.dtype) if fp8 else la.W, need_x, need.bias, dx)
             grads.append(Grads(bias=dbias))
         else:
             v = None if kept is None else as_matrix(kept)
-            dx, each = linear_bwd(as_matrix(dy), flat, la, o.s, drop, h, v, pre, need_x, need, dx)
+            dx, each = linear_bwd(as_matrix(dy), flat, la, o.s, drop, h, v, pre, need_x, need, dx, fp8)
             grads.append(each)
     return dx if dx is None or x.dim() == 2 else dx.reshape(x.shape), grads
 
@@ -179,9 +192,10 @@ def linear_bwd(
     need_x: bool,
     needs: Needs,
     accumulate_into: Tensor | None,
+    fp8: bool = False,
 ) -> tuple[Tensor | None, Grads]:
     """dx, added to ``accumulate_into`` in place where torch.func and compilers do not look, and what ``needs`` asks for."""
-    W, A, B, m, c, _, seed = la
+    W, A, B, m, c, bias, seed = la
     t, acc = x.dtype, acc_dtype(x.dtype)
     g = scale(m, c)
     wide = dy.to(acc)
@@ -191,9 +205,11 @@ def linear_bwd(
     dh = dz @ scaled(B, s, t) if need_x or needs.A else None
     if need_x:
         assert dh is not None
-        w = W.to(t)
+        w = W if fp8 else W.to(t)
         through_A = drop(matmul(dh, A.to(t)), seed, dropout.p)
-        if seed is not None and dropout.mode == "peft":
+        if fp8:
+            part = through_base(dz, W) + through_A
+        elif seed is not None and dropout.mode == "peft":
             part = matmul(dy, w) + drop(matmul(times_g(wide, g - 1, t), w), seed, dropout.p) + through_A
         else:
             part = matmul(dz, w) + through_A
@@ -206,6 +222,8 @@ def linear_bwd(
     if needs.m or needs.c:
         assert kept is not None
         kept = kept.to(acc)
+        if fp8 and not pre_scale:  # lost columns read it
+            la = Operands(W.dequantize(t), A, B, m, c, bias, seed)
         dg = (wide * kept).sum(0) if pre_scale else _dg_of_output(wide, kept, g, la, s, x, h)
         dm, dc = magnitude_grads(dg, m, c, g, needs)
     return dx, Grads(dA, dB, dm, dc, wide.sum(0) if needs.bias else None)

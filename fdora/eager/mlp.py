@@ -17,11 +17,11 @@ from fdora.eager.linear import as_matrix, layers_bwd, layers_fwd, output, shaped
 
 
 def mlp_fwd(
-    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: Act
+    x: Tensor, layers: Sequence[Operands], options: Sequence[Options], drop: Dropout, act: Act, fp8: bool = False
 ) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
     """x (..., K), gate, up, down -> y (..., N), what backward reads, and no norms: all were given."""
-    (gate, up), saved = layers_fwd(as_matrix(x), layers[:2], options[:2], drop)
-    (y,), below = layers_fwd(act_fwd(gate, up, act), layers[2:], options[2:], drop)
+    (gate, up), saved = layers_fwd(as_matrix(x), layers[:2], options[:2], drop, fp8=fp8)
+    (y,), below = layers_fwd(act_fwd(gate, up, act), layers[2:], options[2:], drop, fp8=fp8)
     pre = [v if has else None for v, has in zip((*saved.kept, *below.kept), (*saved.pre_scale, *below.pre_scale), strict=True)]
     outputs = [v if before is None or drop.mode == "peft" else None for v, before in zip((gate, up), pre[:2], strict=True)]
     y = shaped(y, x)
@@ -49,6 +49,7 @@ def mlp_bwd(
     saved: SavedMlp,
     need_x: bool,
     needs: Sequence[Needs],
+    fp8: bool = False,
 ) -> tuple[Tensor | None, list[Grads]]:
     """dx, and the gradients of gate, up and down; those of bias in acc_dtype."""
     flat, pre = as_matrix(x), (saved.pre_gate, saved.pre_up, saved.pre_down)
@@ -58,7 +59,9 @@ def mlp_bwd(
     )
     need_a = need_x or any(map(any, needs[:2]))
     below = Saved(saved.h_down, (saved.y if pre[2] is None else pre[2],), (pre[2] is not None,))
-    da, of_down = layers_bwd([as_matrix(dy)], act_fwd(gate, up, act), layers[2:], options[2:], drop, below, need_a, needs[2:])
+    a = act_fwd(gate, up, act)
+    da, of_down = layers_bwd([as_matrix(dy)], a, layers[2:], options[2:], drop, below, need_a, needs[2:], fp8)
+    del a
     if da is None:
         return None, [Grads(), Grads(), *of_down]
     pair: list[Tensor | None] = list(act_bwd(da, gate, up, act))
@@ -66,5 +69,5 @@ def mlp_bwd(
     kept = tuple(y if v is None else v for y, v in zip((gate, up), pre[:2], strict=True))
     del gate, up
     above = Saved(saved.h, kept, tuple(v is not None for v in pre[:2]))
-    dx, grads = layers_bwd(pair, flat, layers[:2], options[:2], drop, above, need_x, needs[:2])
+    dx, grads = layers_bwd(pair, flat, layers[:2], options[:2], drop, above, need_x, needs[:2], fp8)
     return dx if dx is None else dx.reshape(x.shape), [*grads, *of_down]

@@ -15,7 +15,17 @@ from fdora.autograd._ops import autocast_on
 from fdora.functional._seed import check_origin, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.layer import DoraLayer, labelled
-from fdora.functional.linear import cast_x, check_dropout, check_layer, dropout_of, dtype_of_products, norm_for, save_for_dm
+from fdora.functional.linear import (
+    cast_x,
+    check_computes,
+    check_dropout,
+    check_layer,
+    dropout_of,
+    dtype_of_products,
+    norm_for,
+    on_gpu,
+    save_for_dm,
+)
 
 
 def dora_linear_group(
@@ -28,6 +38,8 @@ def dora_linear_group(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
+    compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
     """DoRA layers on the same x (q, k and v; gate and up): ``y_i = g_i * (x @ W_i.T + s_i * (x @ A_i.T) @ B_i.T) + bias_i``.
@@ -47,6 +59,8 @@ def dora_linear_group(
       mask_origin: as for :func:`dora_linear`, for every layer.
       keep_inner: as for :func:`dora_linear`, for every layer.
       detach: as for :func:`dora_linear`, for every layer.
+      compute: as for :func:`dora_linear`, for every layer with an adapter; x is rounded once for all whose scales are alike.
+      grad_compute: as for :func:`dora_linear`, for every layer with an adapter.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -69,12 +83,15 @@ def dora_linear_group(
         from fdora.functional import _sharded
 
         check_left_out(fn, {"detach": not detach})
-        options = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        options: dict[str, Any] = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        options |= {"compute": compute, "grad_compute": grad_compute}
         return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
-    x = cast_x(fn, x, layers[0].W)
+    x, of, computes = cast_x(fn, x, layers[0].W), labelled(fn, layers), (compute, grad_compute)
+    drop = dropout_of(dropout_p, dropout_mode)
+    check_computes(computes, x, {label: layer.W for label, layer in of.items()}, drop.mode)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
-    return tuple(run(x, labelled(fn, layers), seeds, keep_inner, dropout_of(dropout_p, dropout_mode), name, detach))
+    return tuple(run(x, of, seeds, keep_inner, drop, name, detach, computes))
 
 
 def check_group(fn: str, x: Tensor, layers: Sequence[DoraLayer]) -> bool:
@@ -155,19 +172,21 @@ def run(
     drop: Dropout,
     backend: str,
     detach: bool = True,
+    computes: tuple[Any, Any] = (None, None),
     **call: Any,
 ) -> Sequence[Tensor]:
-    """One node of layers that passed the checks, by the names that errors have. ``call``: fields of a node's Call; with its
-    ``seen`` the forward asks for the norms; with ``act`` keep_inner is for the last layer."""
-    operands, options = [], []
+    """One node of layers that passed the checks, by the names that errors have. ``computes``: of forward and of gradients.
+    ``call``: fields of a node's Call; with its ``seen`` the forward asks for the norms; with ``act`` keep_inner is for the last
+    layer."""
+    operands, options, (fp8, fp8_grad) = [], [], on_gpu(next(iter(layers)), computes, x, backend)
     for (label, layer), seed in zip(layers.items(), seeds, strict=True):
         W, A, B, m, s, bias, _ = layer
         if A is None or s is None:
             operands.append(Operands(W, None, None, None, None, bias, None))
             options.append(Options(1.0, "nothing"))
             continue
-        c = None if call.get("seen") else norm_for(label, x, layer, backend, detach)
+        c = None if call.get("seen") else norm_for(label, x, layer, backend, detach, formed=not fp8)
         inner = keep_inner and (call.get("act") is None or len(operands) == len(layers) - 1)
         operands.append(Operands(W, A, B, m, c, bias, seed))
         options.append(Options(s, save_for_dm(m, c, inner)))
-    return node.layers(x, operands, node.Call(tuple(options), drop, backend, **call))
+    return node.layers(x, operands, node.Call(tuple(options), drop, backend, fp8=fp8, fp8_grad=fp8_grad, **call))

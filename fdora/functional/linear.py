@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -119,11 +120,9 @@ def dora_linear(
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
+    check_computes((compute, grad_compute), x, {fn: W}, mode)
     choice = select_backend(x, backend=backend).name
-    fp8, fp8_grad = compute is not None, grad_compute is not None
-    for which, asked in zip(COMPUTES, (compute, grad_compute), strict=True):
-        if asked is not None:
-            check_compute(fn, asked, x, W, mode, choice, which)
+    fp8, fp8_grad = on_gpu(fn, (compute, grad_compute), x, choice)
     full = not detach and residual is None
     if not full:
         c = norm_for(fn, x, layer, choice, detach, formed=not fp8)
@@ -231,8 +230,14 @@ HALF = (torch.float16, torch.bfloat16)
 COMPUTES = ("compute", "grad_compute")
 
 
-def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: str, of: str = "compute") -> None:
-    """Products of 8-bit numbers: where W has them. ``of``: the argument."""
+def check_computes(asked: Sequence[Any], x: Tensor, weights: dict[str, Any], mode: str) -> None:
+    """Products of 8-bit numbers: where each W has them. x is cast. ``weights``: by what errors call their layers."""
+    for of, compute in zip(COMPUTES, asked, strict=True):
+        for fn, W in weights.items() if compute is not None else ():
+            _check_compute(fn, of, compute, x, W, mode)
+
+
+def _check_compute(fn: str, of: str, compute: Any, x: Tensor, W: Any, mode: str) -> None:
     if compute != "fp8":
         raise fail(fn, of, "None or 'fp8'", repr(compute), "None multiplies in the dtype of x.")
     facts = getattr(W, "facts", None)
@@ -246,8 +251,15 @@ def check_compute(fn: str, compute: Any, x: Tensor, W: Any, mode: str, backend: 
     if mode == "peft":
         remedy = "It would round two inputs: drop the adapter's alone, with dropout_mode='lora'."
         raise fail(fn, of, "None for dropout_mode='peft'", "'fp8'", remedy)
-    if backend == "triton" and x.device.type == "cuda":
+
+
+def on_gpu(fn: str, asked: Sequence[Any], x: Tensor, backend: str) -> tuple[bool, bool]:
+    """Which of them are asked for, where the GPU of x has such products."""
+    compute, grad = (each is not None for each in asked)
+    if (compute or grad) and backend == "triton" and x.device.type == "cuda":
         have_8 = not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (8, 9)
         if not have_8:
             gpu = torch.cuda.get_device_name(x.device)
+            of = COMPUTES[not compute]
             raise fail(fn, of, "None on this GPU", f"'fp8' on {gpu}", "It needs an NVIDIA GPU of sm_89 or newer.")
+    return compute, grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import check_members, run, seeds_for
 from fdora.functional.layer import DoraLayer
-from fdora.functional.linear import cast_x, check_dropout, dropout_of
+from fdora.functional.linear import cast_x, check_computes, check_dropout, dropout_of
 
 
 def dora_mlp(
@@ -30,6 +30,8 @@ def dora_mlp(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
+    compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A gated MLP of DoRA layers: ``y = down(f(gate(x)) * up(x))``, each layer as in :func:`dora_linear`.
@@ -53,6 +55,8 @@ def dora_mlp(
         down, at f0 of larger ones; the masks are those of the larger layers there.
       keep_inner: as for :func:`dora_linear`, for down.
       detach: as for :func:`dora_linear`, for all three.
+      compute: as for :func:`dora_linear_group`; f(gate) * up is rounded for down.
+      grad_compute: as for :func:`dora_linear_group`.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -76,14 +80,16 @@ def dora_mlp(
         from fdora.functional import _sharded
 
         check_left_out(fn, {"detach": not detach})
-        options = {"act": act, "dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        options: dict[str, Any] = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
+        options |= {"act": act, "compute": compute, "grad_compute": grad_compute}
         return _sharded.mlp(dora_mlp, x, (gate, up, down), dropout_p, seed, mask_origin, **options)
-    x = cast_x(fn, x, gate.W)
+    x, drop, computes = cast_x(fn, x, gate.W), dropout_of(dropout_p, dropout_mode), (compute, grad_compute)
+    check_computes(computes, x, {label: layer.W for label, layer in layers.items()}, drop.mode)
     name = select_backend(x, backend=backend).name
     t0, f0 = check_origin(fn, mask_origin, "(t0, f0)") or (0, 0)
     origins = [None if mask_origin is None else (t0, k0) for k0 in (0, 0, f0)]
     seeds = seeds_for(fn, seed, origins, dropout_p, x)
-    return run(x, layers, seeds, keep_inner, dropout_of(dropout_p, dropout_mode), name, detach, act=act)[0]
+    return run(x, layers, seeds, keep_inner, drop, name, detach, computes, act=act)[0]
 
 
 def check_mlp(fn: str, x: Tensor, layers: dict[str, DoraLayer], act: str) -> bool:

@@ -55,20 +55,25 @@ def is_opaque(W: Any) -> bool:
 
 
 def linears(
-    x: Tensor, layers: Sequence[DoraLayer], p: float, mode: DropoutMode, keep_inner: bool, act: str = ""
+    x: Tensor,
+    layers: Sequence[DoraLayer],
+    p: float,
+    mode: DropoutMode,
+    keep_inner: bool,
+    act: str = "",
+    computes: tuple[Any, Any] = (None, None),
 ) -> Sequence[Tensor]:
-    """p and mode are those of dropout. In such an op the norm of each layer may be what its giver is known by (give_norm), an
-    int64 tensor: it is asked for when the op runs."""
+    """p and mode are those of dropout, ``computes`` of forward and of gradients. In such an op the norm of each layer may be
+    what its giver is known by (give_norm), an int64 tensor: it is asked for when the op runs."""
     if is_opaque(layers[0].W):
         operands = [t for la in layers for t in (la.W, la.A, la.B, la.m, la.norm, la.bias)]
         name = select_backend(x).name
         s = [la.s for la in layers]
         ys: list[Tensor] = torch.ops.fdora.linears(x, operands, s, p, mode, keep_inner, act, name, digest())
         return ys
-    if act:
-        gate, up, down = layers
-        return [dora_mlp(x, gate, up, down, act=act, dropout_p=p, dropout_mode=mode, keep_inner=keep_inner)]  # type: ignore[arg-type]
-    return dora_linear_group(x, layers, dropout_p=p, dropout_mode=mode, keep_inner=keep_inner)
+    how: dict[str, Any] = {"dropout_p": p, "dropout_mode": mode, "keep_inner": keep_inner}
+    how |= {"compute": computes[0], "grad_compute": computes[1]}
+    return [dora_mlp(x, *layers, act=act, **how)] if act else dora_linear_group(x, layers, **how)  # type: ignore[arg-type]
 
 
 def _linears(

@@ -10,7 +10,6 @@ from fdora.triton import compose as compose
 from fdora.triton import embedding as embedding
 from fdora.triton import embedding_bwd as embedding_bwd
 from fdora.triton import experts as experts
-from fdora.triton import fp8 as fp8
 from fdora.triton import linear as linear
 from fdora.triton import merge as merge
 from fdora.triton import mlp as mlp

@@ -21,7 +21,7 @@ import torch
 
 from fdora.triton.codes import Packed
 from fdora.triton.copy import stacked
-from fdora.triton.fp8_bwd import ALL, Other, quantised, turned
+from fdora.triton.fp8 import ALL, Other, quantised, turned
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, Scales, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import is_tma_compatible

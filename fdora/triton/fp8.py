@@ -1,99 +1,131 @@
-"""The layer's forward with a base product of 8-bit numbers: x as e4m3 codes by one kernel, then one product with all inside.
+"""Products of 8-bit numbers: x, and dz, as e4m3 codes by one kernel, then one product of codes with all inside.
 
-    x -> codes, and a scale for each token, or for each 128 columns of one
+    x -> codes, and a scale for each token, or for each 128 columns of one; once for all layers that read it
     y = g (sum over 128 columns of (code_x code_w) scale_x scale_w + h B^T) + bias,     h = s x A^T by cuBLAS in the dtype of x
+    dx = dz W + D'(dh A)      dz W ~ q(dz a) (codes of W),  W = a (codes);  a of a row goes into dz before it is rounded
 
-What the numbers mean: fdora/eager/fp8.py. The product is that of gemm.py, whose tiles are of codes: cuBLAS rounds a product
-with scales of rows to bfloat16, before g. Its sums have the tensor cores' precision, 14 bits on sm_90: of the base product they
-lose 1.3e-3 at K = 4096, 2.9e-3 at 14336, 4.2e-3 there with scales of blocks; x as codes loses 2.6e-2. Roof on an H200: twice
-the rate of half precision. Few tokens, and shapes that TMA does not take, are multiplied by the decoded W as if nobody had
-asked for codes. e4m3 products want sm_89; without TMA pointers bring the tiles.
+What q is and the numbers mean: fdora/eager/fp8.py. The product is that of gemm.py, whose tiles are of codes: cuBLAS rounds a
+product with scales of rows to bfloat16, before g. Its sums have the tensor cores' precision, 14 bits on sm_90: of the base
+product they lose 1.3e-3 at K = 4096, 2.9e-3 at 14336, 4.2e-3 there with scales of blocks; x as codes loses 2.6e-2. Roof on an
+H200: twice the rate of half precision. Few tokens, and shapes that TMA does not take, are multiplied by the decoded W as if
+nobody had asked for codes. e4m3 products want sm_89; without TMA pointers bring the tiles, forward.
+
+Tensor cores take codes along the sum alone, which backward runs over the rows of W: its codes are turned in a pass of their own
+for each call, 2 bytes a weight moved and 1 of temporary memory, where a second copy of the codes would hold that for good. dh A
+is inside of the product, or, under dropout, masked and added behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
-from fdora._records import Dropout, Operands, Options, Saved
-from fdora.quant import Codes8
-from fdora.triton.codes import Coded, groups_of, packed
-from fdora.triton.copy import in_dtype
+from fdora.triton.codes import groups_of, has_ptx
+from fdora.triton.copy import in_dtype, stacked
 from fdora.triton.dropout import drop
-from fdora.triton.fp8_bwd import ALL, E4M3, quantised
-from fdora.triton.gemm import Epilogue, Operand, Scales, by_tma, gemm
-from fdora.triton.kernels.fp8 import fp8_gemm_kernel
-from fdora.triton.linear import layers_bwd, rows_of, saves_pre_scale
-from fdora.triton.linear_fwd import forward
-from fdora.triton.op import Likes, maker, planned
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, Scales, by_tma, gemm
+from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel, turn_kernel
 from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
-from fdora.triton.small import Out
-from fdora.triton.tiles.configs import power_of_two
+from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.fp8 import fp8_config
 from fdora.triton.tiles.product import Ask
 
-
-def fp8_fwd(x: Tensor, layers: Sequence[Operands], options: Sequence[Options], dropout: Dropout) -> tuple[list[Tensor], Saved]:
-    """One layer, whose W is a QuantWeight of e4m3. x (..., K), half precision -> y (..., N), and what backward reads."""
-    (la,), (o,) = layers, options
-    facts, operands = la.W.facts, [*la.W.tensors, *la[1:]]
-    if la.bias is not None and o.save == "output":  # columns that it drowns would be formed again by another product than this
-        o = o._replace(save="pre_scale")
-    y, h, *before = _fp8_linear(x, operands, o.s, o.save, dropout.p, facts.scale, list(facts.block))
-    kept = before[0] if before else None if o.save == "nothing" else y
-    return [y], Saved(h, (kept,), (len(before) > 0,))
+BLOCK, TOKENS, ALL, TURNED = 128, 16, 1 << 30, 128
+E4M3, FP32 = torch.float8_e4m3fn, torch.float32
+FORWARD = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
+BACKWARD = "dz as e4m3 codes, one fused product of codes for dx"
 
 
-fp8_bwd = partial(layers_bwd, fp8=True)  # dx by a product of codes
+class Other(NamedTuple):
+    """What becomes codes beside x: see kernels/fp8.py."""
+
+    OTHER: str = ""
+    other: Array | None = None
+    factor: float = 1.0
 
 
-@maker("dora_linear forward, 8-bit product", "tokens rest")
-def plan_fp8_linear(plan: Builder, x: Array, likes: Likes, save: str, p: float, mode: str, block: tuple[int, int]) -> None:
-    """likes: codes and scales of W; A, B, m, c, bias and seed."""
-    form = _form(mode, block)
-    W = packed(plan, likes[:2], Coded(likes[0].shape, form))
-    reads = (plan.operand, plan.matrix, plan.vector, plan.vector, plan.vector, plan.matrix)
-    la: Any = Operands(W, *[read(like) for read, like in zip(reads, likes[2:], strict=True)])
-    (M, K), (N, _), t, s, on = x.shape, W.shape, x.dtype, plan.scalar("s"), plan.device
-    y, h, pre = plan.wanted(("y0", "h", "pre_scale0"), _forms(plan.inputs[0], la, save))
-    codes = W.codes.words(W.shape, W.codes.stride, E4M3)
-    right, (rows, columns) = Operand(codes, la.B, trans=True), block if mode == "block" else (1 if mode == "row" else ALL, 0)
-    tma = K % 16 == 0 and by_tma(codes, right, y.flat(), pre) == (True, True)
-    config = fp8_config(Ask(M, N, K, la.A.shape[0], True, pre is not None, tma, on.capability, on.num_sms), rows, columns)
-    if config is None:
-        forward(plan, x, [la], [s], [Out(y.flat(), h, pre)], h, Dropout(p, "lora"), True)
-        return
-    plan.path = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
-    plan.product(h, drop(plan, x, la.seed, p), in_dtype(plan, la.A, t).T, s)
-    x8, x_scale = quantised(plan, x, columns > 0)
-    scales = Scales(x_scale, W.rest[0], groups_of(W) if columns else 1, rows, columns)
-    B, end = in_dtype(plan, la.B, t), Epilogue("scale", la.m, la.c, la.bias)
+ONLY_X = Other()
+
+
+def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X) -> tuple[Array, Array]:
+    """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
+    M, K = x.shape
+    out, scale = plan.temp((M, K), E4M3), plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
+    args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
+    args["PTX"] = has_ptx(plan.device.capability)
+    if blocks:
+        assert by is None and other is ONLY_X
+        plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
+    else:
+        block_k = min(16384, max(128, power_of_two(K)))
+        plan.launch(fp8_rows_kernel, (M,), {**args, "by": by, "BLOCK_K": block_k}, other, num_warps=max(4, block_k // 1024))
+    return out, scale
+
+
+def scaled_by(W: Any) -> tuple[int, int]:
+    """Rows and columns of W that have one scale; no columns: a row has one."""
+    return W.form.block if W.form.scale == "block" else (1 if W.form.scale == "row" else ALL, 0)
+
+
+def tile_of_codes(plan: Builder, x: Array, la: Any, out: Any) -> GemmConfig | None:
+    """The tile of a forward by such a product; None where W is decoded."""
+    W, on, pre = la.W, plan.device, out.pre_scale
+    N, K = W.shape
+    codes = W.codes.words((N, K), W.codes.stride, E4M3)
+    tma = K % 16 == 0 and by_tma(codes, Operand(codes, la.B, trans=True), out.y, pre) == (True, True)
+    ask = Ask(x.shape[0], N, K, la.A.shape[0], True, pre is not None, tma, on.capability, on.num_sms)
+    return fp8_config(ask, *scaled_by(W))
+
+
+def y_of_codes(plan: Builder, x: tuple[Array, Array], la: Any, h: Array, out: Any, config: GemmConfig) -> None:
+    """``x``: its codes and their scales."""
+    (x8, of_token), W, (rows, columns), B = x, la.W, scaled_by(la.W), in_dtype(plan, la.B, h.dtype)
+    codes, end = W.codes.words(W.shape, W.codes.stride, E4M3), Epilogue("scale", la.m, la.c, la.bias)
+    scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
     if config.tma:
-        gemm(plan, y.flat(), x8, h, right._replace(b=B), end, pre_scale=pre, config=config, scales=scales)
+        gemm(plan, out.y, x8, h, Operand(codes, B, trans=True), end, pre_scale=out.pre_scale, config=config, scales=scales)
         return
-    given = {"x": x8, "w": codes, "h": h, "b": B, "out": y.flat(), "pre_scale": pre, **named("stride_br stride_bn", B.T.stride)}
-    given |= {"M": M, "N": N, "K": K, "R": la.A.shape[0], "BLOCK_R": min(64, power_of_two(la.A.shape[0]))}
+    given = {"x": x8, "w": codes, "h": h, "b": B, "out": out.y, "pre_scale": out.pre_scale}
+    given |= {**named("stride_br stride_bn", B.T.stride), "M": x8.shape[0], **named("N K", W.shape)}
+    given |= {"R": h.shape[1], "BLOCK_R": min(64, power_of_two(h.shape[1]))}
     plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
-def _form(mode: str, block: tuple[int, int]) -> Codes8:
-    return Codes8("e4m3", mode, block, 1.0)
+def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
+    """The tile of such a product; None where W is decoded. ``of``: as of linear_bwd.py."""
+    la, (M, K), form, on = of.la, of.dx.shape, of.la.W.form, plan.device
+    N, (rows, columns) = la.W.shape[0], form.block if form.scale == "block" else (0, ALL)
+    config = fp8_config(Ask(M, K, N, la.A.shape[0], True, False, True, on.capability, on.num_sms), columns, rows)
+    return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
-def _forms(x: Any, la: Any, save: str) -> list[Any]:
-    """y, h, and the value before g where it is saved."""
-    N, M, t = la.W.shape[0], rows_of(x), x.dtype
-    pre = ((M, N), t) if saves_pre_scale(t, M, la, "lora", save) else None
-    return [((*x.shape[:-1], N), t), ((M, la.A.shape[0]), t), pre]
+def turned(plan: Builder, codes: Array) -> Array:
+    """(N, K) bytes -> (K, N) e4m3."""
+    N, K = codes.shape
+    out = plan.temp((K, N), E4M3)
+    given = {"codes": codes, "out": out.words((K, N), (N, 1), torch.uint8), **named("stride_n stride_k", codes.stride)}
+    plan.launch(turn_kernel, (cdiv(N, TURNED), cdiv(K, TURNED)), given | {"N": N, "K": K, "BLOCK": TURNED})
+    return out
 
 
-fp8_linear, _fp8_linear = planned(
-    "fp8_linear",
-    "(Tensor x, Tensor?[] operands, float s, str save, float p, str mode, int[] block) -> Tensor[]",
-    plan_fp8_linear,
-    lambda x, operands, s, save, *_: _forms(x, Operands(Coded(operands[0].shape, _form("row", (0, 0))), *operands[2:]), save),
-)
+def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
+    dx, la, W, t = of.dx, of.la, of.la.W, dz.dtype
+    (N, K), form, scale, A = W.shape, W.form, W.rest[0], in_dtype(plan, of.la.A, dz.dtype)
+    codes, blocks = turned(plan, W.codes), form.scale == "block"
+    dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
+    scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
+    if blocks:
+        rows, columns = form.block
+        each = scale.words((cdiv(N, rows), cdiv(K, columns)), (cdiv(K, columns), 1), FP32)
+        scales = Scales(of_token, stacked(plan, [each.T], FP32, 4), cdiv(N, rows), columns, rows)
+    right = Operand(codes, stacked(plan, [A.T], t), trans=True)
+    end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
+    gemm(plan, dx, dz8, dh, right, end, config=config, scales=scales, alone=la.seed is not None)
+    if la.seed is not None:
+        part = plan.temp(dx.shape, t)
+        plan.product(part, dh, A)
+        drop(plan, part, la.seed, of.dropout.p, accumulate_into=dx)
+    return BACKWARD

@@ -61,10 +61,12 @@ def layers_fwd(
     residual: Tensor | None = None,
     seen: Sequence[Tensor] = (),
     keep: bool = True,
+    fp8: bool = False,
 ) -> tuple[list[Tensor], Saved]:
     """x (..., K) -> each y (..., N), and what backward reads. ``residual``, like the y of a single layer, is added to it.
 
-    ``seen``: of each layer, which comes without c, where its giver is known by (norm.py); ``keep``: give the norms back.
+    ``seen``: of each layer, which comes without c, where its giver is known by (norm.py); ``keep``: give the norms back;
+    ``fp8``: every W is of e4m3 codes, and is multiplied by codes of x (fp8.py).
     """
     as_op = needs_dispatcher(x)
     if not as_op and residual is None and len(layers) == 1 and is_ready(layers[0]):
@@ -74,7 +76,7 @@ def layers_fwd(
     run_it: Any = linear if as_op else _linear
     operands = flat(layers)
     s, saves = [o.s for o in options], [o.save for o in options]
-    results = run_it(x, operands, s, saves, *drop, *facts(layers), residual, seen, keep)
+    results = run_it(x, operands, s, saves, *drop, *facts(layers), residual, fp8, seen, keep)
     return unpacked(results, x, layers, options, drop.mode, keep)
 
 
@@ -123,11 +125,13 @@ def unpacked(
     return ys, Saved(h, tuple(kept), pre, cs)
 
 
-def _divided(x, operands, s, saves, p, mode, text, numbers, residual=None) -> tuple[Plan, tuple, tuple]:
+def _divided(x, operands, s, saves, p, mode, text, numbers, residual=None, fp8=False) -> tuple[Plan, tuple, tuple]:
     tensors, s = (x, *operands), tuple(s)
     options: tuple[Any, ...] = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
         tensors, options = (*tensors, residual), (*options, True)
+    elif fp8:
+        options = (*options, False, True)
     return plan_for(plan_forward, tensors, *options), tensors, s
 
 
@@ -167,6 +171,7 @@ def plan_forward(
     text: tuple[str, ...] = (),
     numbers: tuple[int, ...] = (),
     has_residual: bool = False,
+    fp8: bool = False,
 ) -> None:
     """likes: the operands, and behind them a residual."""
     n = len(saves)
@@ -178,7 +183,7 @@ def plan_forward(
     results = plan.wanted(names, _forms(plan.inputs[0], layers, saves, mode))
     ys, h, pre = [y.flat() for y in results[:n]], results[n], results[n + 1 :]
     out = [Out(*each) for each in zip(ys, columns_of_h(h, layers), pre, norms_of(plan, layers), strict=True)]
-    forward(plan, x, layers, scalars, out, h, Dropout(p, mode), same_s, residual)
+    forward(plan, x, layers, scalars, out, h, Dropout(p, mode), same_s, residual, fp8)
 
 
 # backward
@@ -195,8 +200,8 @@ def layers_bwd(
     needs: Sequence[Needs],
     fp8: bool = False,
 ) -> tuple[Tensor | None, list[Grads]]:
-    """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y. ``fp8``: dx of one
-    layer by a product of e4m3 codes (fp8_bwd.py)."""
+    """dx, and the gradients of each layer; those of bias in float32. A dy of None: nobody asked for this y. ``fp8``: dx by
+    products of e4m3 codes (fp8.py)."""
     wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
     seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
@@ -232,13 +237,13 @@ def plan_backward(
     dx = plan.result_tokens("dx", 0, x.shape[1], x.dtype) if need_x else None
     grads, hs, drops = result_grads(plan, layers, needs), columns_of_h(h, layers), [Dropout(p, mode)] * n
     parts = [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, grads, drops)]
-    backward(plan, parts if not fp8 else [parts[0]._replace(fp8=True)], dx)
+    backward(plan, [of._replace(fp8=fp8) for of in parts], dx)
 
 
 # the same as ops that torch sees
 
 
-def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, seen, keep):
+def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, fp8, seen, keep):
     layers = fake_layers(operands, len(saves), text, numbers)
     return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
 
@@ -251,7 +256,7 @@ def rows_of(x: Any) -> int:
 linear, _linear = asking(
     "linear",
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
-    "Tensor? residual, Tensor[] seen, bool keep) -> Tensor[]",
+    "Tensor? residual, bool fp8, Tensor[] seen, bool keep) -> Tensor[]",
     _divided,
     _fake_linear,
 )

@@ -15,7 +15,7 @@ from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_dx, tile_of_dropped
 from fdora.triton.factors import at_once, factor_gradients
-from fdora.triton.fp8_bwd import CODES, codes_config, dx_of_codes
+from fdora.triton.fp8 import BACKWARD, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
 from fdora.triton.runtime.builder import Builder
@@ -72,12 +72,12 @@ def backward(plan: Builder, parts: Sequence[Given], dx: Array | None) -> None:
         product = f"{how}; {why_many(x)}"
     layers = [of.la for of in parts]
     packed = [la for la in layers if isinstance(la.W, Packed)]
-    no_dz = dx is not None and how != CODES and all(of.la.A is None or takes_g(plan.device, of) for of in parts)
+    no_dz = dx is not None and how != BACKWARD and all(of.la.A is None or takes_g(plan.device, of) for of in parts)
     plan.path = f"one pass for {'' if no_dz else 'dz and '}the sums over tokens, then {product}"
     if dx is not None and packed:
         few = x.dtype != torch.float32 and is_small(x.shape[0]) and all(la.seed is None and reads(la.W) for la in packed)
         decoded = "g W" if no_dz else "W"
-        if how != CODES:
+        if how != BACKWARD:
             plan.path += "; codes of W are decoded where they are multiplied" if few else f"; {decoded} is decoded first"
     elif no_dz and any(la.A is not None for la in layers):
         plan.path += "; W is scaled by g, and dy is not"

@@ -12,6 +12,7 @@ from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
+from fdora.triton.fp8 import FORWARD, quantised, tile_of_codes, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
@@ -34,22 +35,34 @@ def forward(
     dropout: Dropout,
     same_s: bool,
     residual: Array | None = None,
+    fp8: bool = False,
 ) -> None:
-    """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add."""
+    """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add.
+    ``fp8``: every W is of e4m3 codes, which those with an adapter multiply by codes of x (fp8.py)."""
     half = x.dtype != torch.float32
-    few = [half and is_few(plan, x, la, True) for la in layers]
+    both = [*zip(layers, out, strict=True)]
+    codes = [tile_of_codes(plan, x, la, each) if fp8 and la.A is not None else None for la, each in both]
+    few = [half and tile is None and is_few(plan, x, la, True) for la, tile in zip(layers, codes, strict=True)]
     adapted = [la for la in layers if la.A is not None]
-    inside = [each.c is not None and la.seed is None and _norm_fits(plan, x, la) for la, each in zip(layers, out, strict=True)]
+    inside = [each.c is not None and la.seed is None and _norm_fits(plan, x, la) for la, each in both]
     # Another s for each would have to be folded into A, and round it; few tokens are cheap to read.
     at_once = len(adapted) > 1 and same_s and not any(few) and not any(inside) and all(la.seed is None for la in adapted)
     if at_once:  # one product reads x once
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
-    how = "nothing"
-    for la, s, each, small, with_norm in zip(layers, scalars, out, few, inside, strict=True):
+    how, rounded = "nothing", dict[bool, tuple[Array, Array]]()
+    for la, s, each, tile, small, with_norm in zip(layers, scalars, out, codes, few, inside, strict=True):
         if each.c is not None:
             la = la._replace(c=each.c)
-        if la.A is None:
+        if tile is not None:
+            if not at_once:
+                plan.product(each.h, drop(plan, x, la.seed, dropout.p), in_dtype(plan, la.A, x.dtype).T, s)
+            blocks = la.W.form.scale == "block"
+            if blocks not in rounded:
+                rounded[blocks] = quantised(plan, x, blocks)
+            y_of_codes(plan, rounded[blocks], la, each.h, each, tile)
+            how = FORWARD
+        elif la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif with_norm or (small and la.seed is None):  # it forms h in passing, faster than it could read one
             if residual is not None:
@@ -72,8 +85,8 @@ def forward(
     elif any(few):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        plan.path = f"x A^T, then the product; {how}; {why_many(x)}"
-    packed = [la for la in layers if isinstance(la.W, Packed)]
+        plan.path = how if how is FORWARD else f"x A^T, then the product; {how}; {why_many(x)}"
+    packed = [la for la, tile in zip(layers, codes, strict=True) if isinstance(la.W, Packed) and tile is None]
     if any(few) and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         plan.path += "; codes of W are decoded where they are multiplied"
     elif packed:

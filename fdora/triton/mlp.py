@@ -36,20 +36,21 @@ def mlp_fwd(
     act: str,
     seen: Sequence[Tensor] = (),
     keep: bool = True,
+    fp8: bool = False,
 ) -> tuple[Tensor, SavedMlp, tuple[Tensor, ...]]:
     """x (..., K), gate, up, down -> y (..., N), what backward reads, and c of each adapted layer that came without one.
 
-    ``seen`` and ``keep`` as of layers_fwd."""
+    ``seen``, ``keep`` and ``fp8`` as of layers_fwd."""
     s, saves = [o.s for o in options], [o.save for o in options]
     run_it: Any = mlp if needs_dispatcher(x) else _mlp
-    results = run_it(x, flat(layers), s, saves, *drop, act, *facts(layers), seen, keep)
+    results = run_it(x, flat(layers), s, saves, *drop, act, *facts(layers), fp8, seen, keep)
     return unpacked(results, x, layers, saves, drop.mode)
 
 
 def mlp_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: str) -> Bound:
     """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
     s, saves = zip(*options, strict=True)
-    plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, (), ())
+    plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act)
     has_y, more = saves[2] != "nothing", len(plan.results) > 5
 
     def bound(tensors: tuple[Any, ...]) -> Any:
@@ -83,9 +84,9 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _divided(x, operands, s, saves, p, mode, act, text, numbers) -> tuple[Plan, tuple, tuple]:
+def _divided(x, operands, s, saves, p, mode, act, text, numbers, fp8) -> tuple[Plan, tuple, tuple]:
     tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
-    return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers)), tensors, s
+    return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers), fp8), tensors, s
 
 
 def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> list[Any]:
@@ -114,20 +115,22 @@ def plan_forward(
     saves: tuple[str, ...],
     same_s: bool,
     act: str,
-    *coded: Any,
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+    fp8: bool = False,
 ) -> None:
     t, dropout = x.dtype, Dropout(p, mode)
-    layers = read_layers(plan, t, likes, 3, *coded)
+    layers = read_layers(plan, t, likes, 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     y, h, h_down, gate, up, *before = plan.wanted(NAMES, _forms(plan.inputs[0], layers, saves, mode))
     wide, norms = (x.shape[0], layers[0].W.shape[0]), norms_of(plan, layers)
     pair = [out or plan.temp(wide, t) for out in (gate, up)]
     a = plan.temp(wide, t)
     out = [Out(*o) for o in zip(pair, columns_of_h(h, layers[:2]), before, norms, strict=False)]
-    forward(plan, x, layers[:2], scalars[:2], out, h, dropout, same_s)
+    forward(plan, x, layers[:2], scalars[:2], out, h, dropout, same_s, fp8=fp8)
     act_forward(plan, pair[0], pair[1], a, act)
     of_down = Out(y.flat(), h_down, before[2], norms[2])
-    forward(plan, a, layers[2:], scalars[2:], [of_down], h_down, dropout, True)
+    forward(plan, a, layers[2:], scalars[2:], [of_down], h_down, dropout, True, fp8=fp8)
 
 
 def mlp_bwd(
@@ -140,11 +143,12 @@ def mlp_bwd(
     saved: SavedMlp,
     need_x: bool,
     needs: Sequence[Needs],
+    fp8: bool = False,
 ) -> tuple[Tensor | None, list[Grads]]:
-    """dx, and the gradients of gate, up and down; those of bias in float32."""
+    """dx, and the gradients of gate, up and down; those of bias in float32. ``fp8`` as of layers_bwd."""
     flags = [need for each in needs for need in each]
     s = [o.s for o in options]
-    results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers)))
+    results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers), fp8))
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in needs]
 
@@ -160,12 +164,14 @@ def plan_backward(
     act: str,
     need_x: bool,
     needs: tuple[bool, ...],
-    *coded: Any,
+    text: tuple[str, ...] = (),
+    numbers: tuple[int, ...] = (),
+    fp8: bool = False,
 ) -> None:
     """likes: what is saved, and the operands."""
     t, dropout = x.dtype, Dropout(p, mode)
     saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[:8]))
-    layers = read_layers(plan, t, likes[8:], 3, *coded)
+    layers = read_layers(plan, t, likes[8:], 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
     dx = plan.result_tokens("dx", 1, x.shape[1], t) if need_x else None
     grads, (_, kept, has_pre) = result_grads(plan, layers, needs), saved.apart()
@@ -174,7 +180,8 @@ def plan_backward(
     act_forward(plan, gate, up, a, act)
     da = plan.temp(gate.shape, t) if need_x or any(map(any, needs_in(needs)[:2])) else None
     of_down = columns_of_h(saved.h_down, layers[2:])
-    backward(plan, [Given(dy, a, layers[2], scalars[2], of_down[0], kept[2], has_pre[2], grads[2], dropout)], da)
+    below = Given(dy, a, layers[2], scalars[2], of_down[0], kept[2], has_pre[2], grads[2], dropout, fp8=fp8)
+    backward(plan, [below], da)
     if da is None:
         return
     dgate = plan.temp(gate.shape, t)
@@ -182,7 +189,7 @@ def plan_backward(
     kept_pair = [y if v is None else v for y, v in zip((gate, up), kept, strict=False)]
     of_pair = columns_of_h(saved.h, layers[:2])
     pair = map(Given, (dgate, da), (x, x), layers, scalars, of_pair, kept_pair, has_pre, grads, (dropout, dropout))
-    backward(plan, [*pair], dx)
+    backward(plan, [of._replace(fp8=fp8) for of in pair], dx)
 
 
 def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
@@ -194,7 +201,7 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
     return out
 
 
-def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, seen, keep):
+def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, fp8, seen, keep):
     layers = fake_layers(operands, 3, text, numbers)
     return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
 
@@ -217,14 +224,14 @@ def act_backward(plan: Builder, da: Array, gate: Array, up: Array, dgate: Array,
 mlp, _mlp = asking(
     "mlp",
     "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
-    "Tensor[] seen, bool keep) -> Tensor[]",
+    "bool fp8, Tensor[] seen, bool keep) -> Tensor[]",
     _divided,
     _fake_mlp,
 )
 mlp_backward, _mlp_backward = planned(
     "mlp_backward",
     "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
-    "bool[] needs, str[] text, SymInt[] numbers) -> Tensor[]",
+    "bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
     plan_backward,
     lambda dy, x, saved, operands, s, p, mode, act, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
     asks=(1, 0),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fdora import FdoraError
-from fdora.functional import dora_linear, dora_norm
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
 from fdora.quant import quantize
 from tests import device
 from tests.close import rel_l2
@@ -107,6 +107,52 @@ def test_backward_may_round_dz_for_dx_alone(kind, p, compute):
     assert rel_l2(results[0][0], want) < 4e-3 and 0.01 < rel_l2(results[0][0], results[1][0]) < 0.04
 
 
+def members(*sizes, dtype=BF16, kinds=("row",)):
+    """Layers of these (N, K), whose scales are of these kinds by turns; and their leaves."""
+    found = [layer(kinds[i % len(kinds)], N, K, dtype=dtype) for i, (N, K) in enumerate(sizes)]
+    return [DoraLayer(*t, S, norm=dora_norm(*t[:3], s=S)) for t in found], [leaf for t in found for leaf in t[1:]]
+
+
+def alone(x, la, **how):
+    return dora_linear(x, la.W, la.A, la.B, la.m, s=la.s, norm=la.norm, **how)
+
+
+HOW = {"compute": "fp8", "grad_compute": "fp8"}
+
+
+@pytest.mark.parametrize("kinds", [("row",), ("block", "tensor", "block")])
+def test_layers_on_one_x(kinds):
+    """As each alone; one without an adapter multiplies x itself by its decoded weight."""
+    layers, leaves = members((64, 304), (96, 304), (32, 304), kinds=kinds)
+    layers[1] = DoraLayer(layers[1].W)
+    leaves, x = leaves[:3] + leaves[6:], x_of(90, K=304)
+    dys = [torch.randn(90, la.W.shape[0], device=device.NAME, dtype=BF16) for la in layers]
+    together = dora_linear_group(x, layers, **HOW)
+    frozen = dora_linear_group(x, layers[1:2])[0]
+    assert torch.equal(together[1], frozen)
+    apart = [alone(x, layers[0], **HOW), frozen, alone(x, layers[2], **HOW)]
+    plain = dora_linear_group(x, layers)
+    for got, want, exact in zip(together[::2], apart[::2], plain[::2], strict=True):
+        assert rel_l2(got, want) < 3e-3 and rel_l2(got, exact) > 0.005
+    for got, want in zip(*(torch.autograd.grad(ys, [x, *leaves], dys) for ys in (together, apart)), strict=True):
+        assert rel_l2(got, want) < 6e-3
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_gated_mlp_rounds_what_each_layer_reads(p):
+    layers, leaves = members((128, 256), (128, 256), (256, 128))
+    x, dy, seeds = x_of(70, K=256), torch.randn(70, 256, device=device.NAME, dtype=BF16), [3, 4, 5]
+    ys = [dora_mlp(x, *layers, dropout_p=p, seed=seeds, **how) for how in (HOW, {})]
+    gate, up = (alone(x, la, dropout_p=p, seed=seed, **HOW) for la, seed in zip(layers[:2], seeds, strict=False))
+    a = (torch.nn.functional.silu(gate.float()) * up.float()).to(BF16)
+    ys.insert(1, alone(a, layers[2], dropout_p=p, seed=5, **HOW))
+    assert rel_l2(ys[0], ys[1]) < 5e-3 < rel_l2(ys[0], ys[2])
+    of = [torch.autograd.grad(y, [x, *leaves], dy) for y in ys]
+    for got, want in zip(of[0], of[1], strict=True):
+        assert rel_l2(got, want) < 1.5e-2
+    assert rel_l2(of[0][0], of[2][0]) > 0.01
+
+
 def test_a_row_of_zeros_a_nan_and_numbers_that_are_hardly_there():
     W, A, B, m = layer()
     x = x_of(4).detach()
@@ -175,3 +221,10 @@ def test_what_is_refused():
     refused("for an x that is not half precision, got 'fp8' with float32", W.to(torch.float32), x.float())
     refused("None for dropout_mode='peft', got 'fp8'", dropout_p=0.1, dropout_mode="peft")
     refused("`grad_compute` must be None for a W", W.dequantize(), compute=None, grad_compute="fp8")
+    layers, _ = members((64, 64), (64, 64), (64, 64))
+    layers[1] = layers[1]._replace(W=layers[1].W.dequantize())
+    x = x_of(3, K=64)
+    with pytest.raises(FdoraError, match=r"dora_linear_group: layers\[1\]: `compute` must be None for a W"):
+        dora_linear_group(x, layers, compute="fp8")
+    with pytest.raises(FdoraError, match="dora_mlp: up: `grad_compute` must be None for a W"):
+        dora_mlp(x, *layers, grad_compute="fp8")

@@ -25,10 +25,9 @@ from pathlib import Path
 
 import triton
 
-from fdora.triton.fp8 import plan_fp8_linear
 from fdora.triton.runtime.describe import describe
 from tests.triton.test_compile import build, device, kind
-from tests.triton.written import every_call, launches
+from tests.triton.written import every_call, launches, wants_float8
 
 TARGETS = (80, 90, 100)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -41,8 +40,7 @@ def plans_for(target):
     """The plan of each call, None where this GPU has none."""
     on = device(target)
     for maker, likes, options in every_call():
-        refused = target < 89 and maker is plan_fp8_linear  # Triton has no float8 there
-        yield None if refused else maker(tuple(likes), on, *options)
+        yield None if target < 89 and wants_float8(maker, options) else maker(tuple(likes), on, *options)
 
 
 def described(plans):

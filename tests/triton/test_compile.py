@@ -21,7 +21,6 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from fdora._records import Dropout, Operands  # noqa: E402
 from fdora.triton import mlp  # noqa: E402
 from fdora.triton.factors import factor_gradients  # noqa: E402
-from fdora.triton.fp8 import plan_fp8_linear  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
 from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.product import rest  # noqa: E402
@@ -47,6 +46,7 @@ from tests.triton.written import (  # noqa: E402
     launches,
     layer,
     plan_of,
+    wants_float8,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -180,7 +180,7 @@ def asked():
     """kernel -> kind -> launch. What the front end does not look at makes no kind: alignment, warps, stages."""
     found = {}
     for d, (maker, likes, options) in product((device(80), device(90)), every_call()):
-        if d.capability < 89 and maker is plan_fp8_linear:  # refused there: Triton has no float8 for it
+        if d.capability < 89 and wants_float8(maker, options):
             d = device(89)
         for step in launches(maker(tuple(likes), d, *options)):
             source = source_of(step)

@@ -6,18 +6,16 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
-from fdora.functional import dora_linear, dora_norm
+from fdora.functional import dora_linear, dora_linear_group, dora_mlp, dora_norm, explain
 from fdora.quant import Codes8
-from fdora.triton import fp8, fp8_bwd
+from fdora.triton import fp8
 from fdora.triton.codes import Coded, written
-from fdora.triton.fp8_bwd import CODES
-from fdora.triton.fp8_bwd import quantised as quantise
-from fdora.triton.linear import plan_backward
+from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, layer, rounded, x_of
+from tests.functional.test_fp8 import S, layer, members, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
@@ -48,7 +46,7 @@ def test_the_same_codes(M, K, dtype, blocks):
         out = plan.result("codes", (M, K), torch.float8_e4m3fn), plan.result("scale", (-(-K // 128) if blocks else 1, M), FP32)
         plan.temp = lambda shape, dtype=None: next(rest)
         rest = iter(out)
-        assert quantise(plan, given, blocks) == out
+        assert fp8.quantised(plan, given, blocks) == out
 
     codes, scale = results_of(write, x)
     want, each = quantised(x, 128 if blocks else K)
@@ -60,8 +58,7 @@ def test_the_same_codes(M, K, dtype, blocks):
 def by(request, as_hopper, monkeypatch):
     """How tiles come: on a CPU as on an sm_90, whose kernels are interpreted; or as on a GPU without TMA."""
     if request.param == "pointers":
-        for file in (fp8, fp8_bwd):
-            monkeypatch.setattr(file, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
+        monkeypatch.setattr(fp8, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
     elif device.NAME == "cpu":
         as_hopper()
     return request.param
@@ -104,6 +101,46 @@ def test_the_same_dx(kind, M, N, K, r, p, by):
         results.append(torch.autograd.grad(y, [x, *t[1:]], dy))
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("kinds", [("row",), ("block", "row", "block")])
+@pytest.mark.parametrize("M, p", [(5, 0.0), (130, 0.0), (130, 0.3)])
+def test_the_same_group_and_mlp(M, p, kinds, by):
+    """h is one product or three. Where a kernel rounds an activation to the number beside eager's, its code may be the next one."""
+    group, of_group = members((160, 304), (32, 304), (96, 304), dtype=HALF, kinds=kinds)
+    group[1] = group[1]._replace(s=S if p else 0.3)
+    mlp, of_mlp = members((256, 304), (256, 304), (304, 256), dtype=HALF, kinds=kinds)
+    x, codes = x_of(M, K=304, dtype=HALF), {"compute": "fp8", "grad_compute": "fp8"}
+    for call, leaves, bound in (
+        (lambda **how: dora_linear_group(x, group, dropout_p=p, seed=[1, 2, 3] if p else None, **how), of_group, 3e-3),
+        (lambda **how: (dora_mlp(x, *mlp, dropout_p=p, seed=[1, 2, 3] if p else None, **how),), of_mlp, 1e-2),
+    ):
+        results = []
+        for backend, how in (("triton", codes), ("eager", want_of(codes, M, by))):
+            ys = call(backend=backend, **how)
+            dys = [torch.full_like(y, 0.1).cumsum(0) % 1 - 0.5 for y in ys]
+            results.append([*ys, *torch.autograd.grad(ys, [x, *leaves], dys)])
+        for got, want in zip(*results, strict=True):
+            assert got.dtype == want.dtype and rel_l2(got.detach(), want.detach()) < bound
+
+
+def want_of(codes, M, by):
+    """What eager is asked for to compute as kernels do, which decode W for few tokens, and for gradients without TMA."""
+    return {} if M <= LIMIT else codes if by == "tma" else {"compute": "fp8"}
+
+
+def test_x_is_rounded_once_for_the_layers_that_read_it():
+    def counts(fn, *layers):
+        plans = explain(
+            fn, torch.empty(2048, 512, dtype=BF16, device="meta", requires_grad=True), *layers, **codes, gpu="h200"
+        ).plans
+        return [sum(row.what == "fp8_rows_kernel" for row in plan.steps) for plan in plans]
+
+    codes = {"compute": "fp8", "grad_compute": "fp8"}
+    layers, _ = members((512, 512), (512, 512), (512, 512))
+    assert counts(dora_linear_group, layers) == [1, 3]
+    assert counts(dora_mlp, *layers) == [2, 3]
 
 
 @needs_kernels
@@ -163,25 +200,18 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
     codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
     likes = [alike(M, K, dtype=BF16), codes, scales, alike(r, K, dtype=BF16), alike(N, r, dtype=BF16), *[vector] * 3, None]
     by_tma, found = 90 <= target < 120, {}
-    choose, facts = fp8.fp8_config, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))])
-    saved = [likes[0], alike(M, r, dtype=BF16), *[alike(M, N, dtype=BF16)] * 2]
-    of_backward = (
-        [*saved, None, *likes[3:], *likes[1:3]],
-        gpu(target),
-        0.0,
-        "lora",
-        (True,),
-        True,
-        (True, True, True, False, True),
-    )
+    choose, W = fp8.fp8_config, Coded((N, K), Codes8("e4m3", mode, block, 1.0))
+    saved = [likes[0], alike(M, 2 * r, dtype=BF16), *[alike(M, N, dtype=BF16)] * 4]
+    of_forward = [likes[0], None, *likes[3:], *likes[1:3]], gpu(target), 0.0, "lora", ("pre_scale",), True
+    two = [*saved, *[None, *likes[3:]] * 2, *likes[1:3] * 2]  # the second layer adds its dx to that of the first
+    needs = (True, True, True, False, True) * 2
+    of_backward = two, gpu(target), 0.0, "lora", (True, True), True, needs
     for config in tiles(r, mode == "block", target) if by_tma else [None]:
-        for file in (fp8, fp8_bwd):
-            monkeypatch.setattr(
-                file, "fp8_config", lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to))
-            )
-        plans = [fp8.plan_fp8_linear(likes, gpu(target), "pre_scale", 0.0, mode, block)]
-        plans += [plan_backward(*of_backward, *facts, True)]
-        assert (CODES in plans[1].path) == (by_tma and N > 137)
+        one = lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to))  # noqa: E731
+        monkeypatch.setattr(fp8, "fp8_config", one)
+        plans = [plan_forward(*of_forward, *written([W]), False, True), plan_backward(*of_backward, *written([W, W]), True)]
+        assert (fp8.FORWARD in plans[0].path) == (not by_tma or N > 137)
+        assert (fp8.BACKWARD in plans[1].path) == (by_tma and N > 137)
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made = build(step, target)

@@ -426,7 +426,6 @@ OPS = (
     "experts_combine",
     "experts_gates",
     "experts_spread",
-    "fp8_linear",
     "linear",
     "linear_backward",
     "merge",

@@ -349,8 +349,7 @@ def calls_of_fp8(M, N, K, r, dtype):
     """Products of 8-bit codes, with scales of every kind."""
     from fdora.quant import Codes8
     from fdora.triton.codes import Coded, written
-    from fdora.triton.fp8 import plan_fp8_linear
-    from fdora.triton.linear import plan_backward
+    from fdora.triton.linear import plan_backward, plan_forward
 
     codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
     for mode, scales in (("tensor", 1), ("row", N), ("block", -(-N // 128) * -(-K // 128))):
@@ -358,11 +357,18 @@ def calls_of_fp8(M, N, K, r, dtype):
             A, B = alike(r, K, dtype=FP32), alike(N, r, dtype=FP32)
             likes = [alike(M, K, dtype=dtype), codes, alike(scales, dtype=FP32), A, B, vector, vector, bias, seed]
             p, block = 0.1 if seed else 0.0, (128, 128) if mode == "block" else (0, 0)
-            yield plan_fp8_linear, likes, (save, p, mode, block)
-            facts = map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))
+            facts = [*map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))]
+            yield plan_forward, [likes[0], None, *likes[3:], *likes[1:3]], (p, "lora", (save,), True, *facts, False, True)
             saved = [likes[0], alike(M, r, dtype=dtype), *[alike(M, N, dtype=dtype)] * 2]
             needs = (True, True, True, False, bias is not None)
             yield plan_backward, [*saved, None, *likes[3:], *likes[1:3]], (p, "lora", (True,), True, needs, *facts, True)
+
+
+def wants_float8(maker, options):
+    """Triton has none below sm_89."""
+    from fdora.triton.linear import plan_forward
+
+    return maker is plan_forward and len(options) > 7 and options[7]
 
 
 def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False, ids=False):

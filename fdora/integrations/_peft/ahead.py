@@ -11,7 +11,7 @@ from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 from fdora.functional.prepared import Ahead
 from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations._peft.calls import active, call_of
-from fdora.integrations._peft.fast_path import Call
+from fdora.integrations._peft.fast_path import Call, how_called
 from fdora.integrations._peft.layer import Linear
 from fdora.integrations._peft.patterns import act_of
 
@@ -26,10 +26,8 @@ def calls_of(model: nn.Module) -> list[Ahead]:
         if not calls or None in calls or not seen.isdisjoint(together):
             continue
         seen.update(together)
-        alone = any([call.compute for call in calls])  # type: ignore[union-attr]
-        for each in [[call] for call in calls] if alone else [calls]:
-            call = ahead(each, None if alone else act)  # type: ignore[arg-type]
-            found.setdefault(call.form, call)
+        call = ahead(calls, act)  # type: ignore[arg-type]
+        found.setdefault(call.form, call)
     return list(found.values())
 
 
@@ -60,11 +58,11 @@ def ahead(calls: list[Call], act: str | None) -> Ahead:
         layers.append(DoraLayer(W, A, B, m, s, bias, torch.ones(W.shape[0], device=W.device)))
     first: Any = layers[0]
     W = first.W
-    how: dict[str, Any] = {"dropout_p": calls[0].p, "dropout_mode": calls[0].mode}
+    p, mode, _, (compute, grad_compute) = how_called(calls[0])
+    how: dict[str, Any] = {"dropout_p": p, "dropout_mode": mode, "compute": compute, "grad_compute": grad_compute}
     if act is not None:
         return Ahead(dora_mlp, W, W.shape[1], tuple(layers), how | {"act": act})
     if len(layers) > 1:
         return Ahead(dora_linear_group, W, W.shape[1], (layers,), how)
-    how |= {"s": first.s, "bias": first.bias, "norm": first.norm, "compute": calls[0].compute}
-    how |= {"grad_compute": calls[0].compute and calls[0].variant.grad_compute}
+    how |= {"s": first.s, "bias": first.bias, "norm": first.norm}
     return Ahead(dora_linear, W, W.shape[1], first[:4], how)

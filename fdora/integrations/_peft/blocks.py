@@ -292,7 +292,7 @@ def mlp(x: Tensor, calls: Sequence[Call], act: Any, gate_last: bool | None, epil
     """Of gate, up and down; or of both in one layer and down, where ``gate_last`` is not None: which half is the gate."""
     if gate_last is None and epilogue is None:
         return run(x, calls, act)[0]
-    (p, mode, _), keep_inner = how_called(calls[0]), keeps_inner(calls)
+    (p, mode, _, computes), keep_inner = how_called(calls[0]), keeps_inner(calls)
     if gate_last is None:
         gate, up, down = layers_of(calls, given_norms(calls))
     else:
@@ -302,7 +302,7 @@ def mlp(x: Tensor, calls: Sequence[Call], act: Any, gate_last: bool | None, epil
         m, bias = folded(x.dtype, epilogue.gamma, down.m, down.bias)  # type: ignore[arg-type]
         down = down._replace(m=m, bias=bias)
         keep_inner = keep_inner or loses_inner(x.dtype, epilogue.gamma, None)
-    y = linears(x, (gate, up, down), p, mode, keep_inner, act)[0]
+    y = linears(x, (gate, up, down), p, mode, keep_inner, act, computes)[0]
     return y if epilogue is None or epilogue.residual is None else y + epilogue.residual
 
 
@@ -312,7 +312,7 @@ def together(layers: Sequence[Any], x: Tensor, mlp: bool = False, packed: bool =
     for layer in layers:
         adapter = active(layer) if isinstance(layer, Layer) and not hooked(layer) else None
         call = "" if adapter is None else call_of(layer, x, *adapter)
-        if isinstance(call, str) or call.compute or (found and how_called(call) != how_called(found[0])):
+        if isinstance(call, str) or (found and how_called(call) != how_called(found[0])):
             return None
         if mlp and call.dtype not in (None, x.dtype):  # layer by layer, what lies between has the dtype of x
             return None

@@ -31,7 +31,6 @@ from fdora.integrations._peft.quantised import WeightCache, look
 
 EPS = 1e-12  # dora_scale's floor of c
 COMPOSED = "composed"  # how a call of the base layer, and then of its correction, is counted
-CODES = "fp8 products of codes"  # and one of the whole layer that rounded x to 8 bits
 
 
 class Dora:

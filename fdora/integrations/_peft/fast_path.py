@@ -28,6 +28,7 @@ from fdora.integrations._peft.sharded import HOOKS
 from fdora.quant import QuantWeight
 
 FUSED = "fused"  # how a layer that ran in one call is counted
+CODES = "fp8 products of codes"  # and one of them that rounded x to 8 bits
 
 # The last one: what DoraCaching left is for call_of to clear.
 PEFT = Names("lora_variant", "_active_adapter", (*HOOKS, "forward", "_dora_cache"))
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     """To which x is cast, and y back: of a Linear4bit, that in which it computes."""
     compute: Literal["fp8"] | None = None
-    """Of dora_linear. Such a call is of one layer."""
+    """Of dora_linear."""
 
     def epilogue(self, layer: Any, x: Tensor) -> Any:
         """What the block of a vision transformer wants done beside the layer; None where it is to do that itself."""
@@ -81,13 +82,15 @@ def layers_of(calls: Sequence[Call], norms: Sequence[Any]) -> list[DoraLayer]:
     for call, c in zip(calls, norms, strict=True):
         variant, W, A, B, m, bias, s, *_ = call
         variant.count(FUSED)
+        if call.compute:
+            variant.count(CODES)
         layers.append(DoraLayer(W, A, B, m, s, bias, c))
     return layers
 
 
-def how_called(call: Call) -> tuple[float, DropoutMode, torch.dtype | None]:
-    """What all layers of one call must have in common."""
-    return call.p, call.mode, call.dtype
+def how_called(call: Call) -> tuple[float, DropoutMode, torch.dtype | None, tuple[Any, Any]]:
+    """What all layers of one call must have in common; the last are ``compute`` and ``grad_compute``."""
+    return call.p, call.mode, call.dtype, (call.compute, call.compute and call.variant.grad_compute)
 
 
 def keeps_inner(calls: Sequence[Call]) -> bool:
@@ -96,9 +99,9 @@ def keeps_inner(calls: Sequence[Call]) -> bool:
 
 def run(x: Tensor, calls: Sequence[Call], act: str = "") -> Sequence[Tensor]:
     """y of each layer, of an MLP the one y, by one call. They have the dtype of x."""
-    p, mode, dtype = how_called(calls[0])
+    p, mode, dtype, computes = how_called(calls[0])
     layers = layers_of(calls, given_norms(calls))
-    ys = linears(x if dtype is None else x.to(dtype), layers, p, mode, keeps_inner(calls), act)
+    ys = linears(x if dtype is None else x.to(dtype), layers, p, mode, keeps_inner(calls), act, computes)
     return ys if dtype is None else [y.to(x.dtype) for y in ys]
 
 

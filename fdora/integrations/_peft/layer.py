@@ -19,7 +19,7 @@ from fdora._torch import PLAIN, functorch_active, in_subgraph, is_traced
 from fdora.functional import dora_conv1d, dora_conv2d, dora_conv3d, dora_embedding, dora_linear, prepared
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.calls import active, call_of, mixed, note
-from fdora.integrations._peft.dora import CODES, Dora, forget, ours, paused, release
+from fdora.integrations._peft.dora import Dora, forget, ours, paused, release
 from fdora.integrations._peft.fast_path import FUSED, Weights, eligibility, keep_route, ready, run
 from fdora.integrations._peft.quantised import FP8, Merging, family, refuse_merge
 from fdora.integrations._peft.sharded import LISTENED, lies_on_mesh, on_mesh
@@ -67,15 +67,12 @@ class Layer(nn.Module):
         epilogue = None if variant.tail is None else call.epilogue(self, x)
         if backend and epilogue is None:
             keep_route(self, call)
-        if epilogue is None and variant.detach and not call.compute:
+        if epilogue is None and variant.detach:
             return run(x, (call,))[0]
         variant.count(FUSED)
-        _, W, A, B, m, bias, s, p, mode, _, compute = call
+        _, W, A, B, m, bias, s, p, mode, *_ = call
         full = epilogue is None and not variant.detach  # one node, which takes the gradient on through the norm
         how: Any = {"dropout_p": p, "dropout_mode": mode, "keep_inner": variant.keep_inner, "detach": not full}
-        if compute:
-            variant.count(CODES)
-            how |= {"compute": compute, "grad_compute": variant.grad_compute}
         if epilogue is not None:
             variant.tail.taken()
             how |= {"gamma": epilogue.gamma, "residual": epilogue.residual}

@@ -14,8 +14,8 @@ from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
 from fdora.functional import explain as explain_call
-from fdora.integrations._peft.dora import CODES, COMPOSED, Dora
-from fdora.integrations._peft.fast_path import FUSED
+from fdora.integrations._peft.dora import COMPOSED, Dora
+from fdora.integrations._peft.fast_path import CODES, FUSED
 from fdora.integrations._peft.fast_path import dtypes as unserved
 from fdora.integrations._peft.quantised import WeightCache, family
 from fdora.integrations._peft.variants import OURS
@@ -120,8 +120,8 @@ def on_dropout(rows: Sequence[Row]) -> list[str]:
 
 def on_compute(rows: Sequence[Row]) -> list[str]:
     asked, ran = (sum([bool(each) for each in of]) for of in ([row.compute for row in rows], [row.codes for row in rows]))
-    line = f"compute='fp8': {CODES} in {ran} of {asked} layers, each with an x of its own. A GPU multiplies up to 64 tokens "
-    return [f"{line}by the decoded weight."] if asked else []
+    line = f"compute='fp8': {CODES} in {ran} of {asked} layers. A GPU multiplies up to 64 tokens by the decoded "
+    return [f"{line}weight."] if asked else []
 
 
 def cells(row: Row) -> tuple[str, ...]:
