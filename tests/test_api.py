@@ -66,7 +66,7 @@ CONVERT = (
 )
 QUANT = {
     "Affine": "(block)",
-    "Codes8": "(code, scale, block, unit)",
+    "Codes8": "(code, scale, block, unit, transposed=False)",
     "Gptq": "(bits, group, plus)",
     "Hqq": "(bits, axis, group, compute)",
     "Kind": "(name, dequantize, tensors, by_rows)",
@@ -89,6 +89,7 @@ QUANT = {
     "opaque": "(f, shape, dtype, device, tensors=())",
     "quantize": "(W, kind, *, group=None, nested=False, block='row', dtype=None)",
     "register_kind": "(name, *, dequantize, tensors=(), by_rows=True)",
+    "with_transpose": "(W)",
 }
 
 

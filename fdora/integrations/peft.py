@@ -78,6 +78,7 @@ def use_fdora(
     norms_on_shards: bool = False,
     compute: Literal["fp8"] | None = None,
     grad_compute: Literal["fp8"] | None = None,
+    transposed: bool = False,
     keep: Literal["cpu"] | None = None,
 ) -> Model:
     """Run the DoRA layers of this model through fdora. In place; nothing enters its state dict. Idempotent.
@@ -109,9 +110,11 @@ def use_fdora(
         2.6 % of the base product are lost. Weights of an FP8 checkpoint are read as they are. The others in half precision are
         rounded once, in place, to codes with a scale for each row, which halves their memory: the model is another one from
         then on, by as much noise in its weights, and so is its state dict; merge into the rounded weight, and serve with it.
-        Adapters that PEFT saves say so, in ``auto_mapping`` of their config. Layers that share x run one by one. Dropout needs
-        ``dropout_mode="lora"``; :func:`report` says what multiplies codes, and why the rest does not.
+        Adapters that PEFT saves say so, in ``auto_mapping`` of their config. Dropout needs ``dropout_mode="lora"``.
+        :func:`report` says what multiplies codes, and why the rest does not.
       grad_compute: "fp8", together with ``compute``, multiplies 8-bit codes in backward too, for the gradient of x alone.
+      transposed: keep the codes of each weight a second time for that, as :func:`fdora.quant.with_transpose` has them: as much
+        memory as in bfloat16. Else each backward transposes them. The copies are made by the first forward.
       keep: "cpu" keeps the weights that are rounded on the CPU, from where :func:`restore` puts them back.
 
     Returns:
@@ -124,7 +127,7 @@ def use_fdora(
     """
     found, layers, wrong = False, _layers("use_fdora", model), []
     _check_mode("use_fdora", dropout_mode)
-    _check_compute(layers, compute, grad_compute, keep)
+    _check_compute(layers, compute, grad_compute, transposed, keep)
     unfuse_blocks(model)
     unhook(model)
     shared = tied(model) if compute else set()
@@ -136,7 +139,8 @@ def use_fdora(
             if isinstance(variant, Dora):
                 found = True
                 variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
-                variant.compute, variant.grad_compute, variant.why_decoded = compute, grad_compute, why
+                variant.compute, variant.grad_compute, variant.transposed = compute, grad_compute, transposed
+                variant.why_decoded = why
                 variant.keep(layer)
                 fuse_layer(layer)
                 if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
@@ -416,12 +420,15 @@ def _check_mode(fn: str, mode: Any) -> None:
         raise FdoraError(f"fdora.{fn}: `dropout_mode` must be 'peft' or 'lora', got {mode!r}. {remedy}")
 
 
-def _check_compute(layers: list[tuple[str, Any]], compute: Any, grad_compute: Any, keep: Any) -> None:
+def _check_compute(layers: list[tuple[str, Any]], compute: Any, grad_compute: Any, transposed: Any, keep: Any) -> None:
     for name, value, known in (("compute", compute, "fp8"), ("grad_compute", grad_compute, "fp8"), ("keep", keep, "cpu")):
         if value not in (None, known):
             raise FdoraError(f"fdora.use_fdora: `{name}` must be None or {known!r}, got {value!r}. None is the default.")
     if grad_compute and not compute:
         raise FdoraError("fdora.use_fdora: `grad_compute` must be None without compute, got 'fp8'. Pass compute='fp8' too.")
+    if transposed and not grad_compute:
+        have = "got True. Pass compute='fp8' and grad_compute='fp8' too."
+        raise FdoraError(f"fdora.use_fdora: `transposed` must be False without grad_compute, {have}")
     for path, layer in layers if compute else ():
         if layer.merged_adapters:
             raise FdoraError(

@@ -6,7 +6,7 @@ W.dequantize(rows=slice(0, 128))           # in plain torch
 """
 
 from fdora.quant.bnb import from_bnb, from_bnb_int8
-from fdora.quant.codes8 import Codes8, from_fp8, from_int8
+from fdora.quant.codes8 import Codes8, from_fp8, from_int8, with_transpose
 from fdora.quant.cut import cut
 from fdora.quant.gptq import Gptq, from_awq, from_gptq
 from fdora.quant.hqq import Hqq, from_hqq
@@ -47,4 +47,5 @@ __all__ = [
     "opaque",
     "quantize",
     "register_kind",
+    "with_transpose",
 ]

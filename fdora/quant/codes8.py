@@ -6,6 +6,7 @@ W[n, k] = codes[n, k] * scales[of (n, k)] * unit                                
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ E4M3 = "float8_e4m3fn"
 
 
 class Codes8(NamedTuple):
-    """How weights of kind int8 and fp8 are stored. Tensors: codes (N, K), scales float32."""
+    """How weights of kind int8 and fp8 are stored. Tensors: codes (N, K), scales float32, transposed codes (K, N) if kept."""
 
     code: str
     """int8, or e4m3 (float8_e4m3fn)."""
@@ -29,6 +30,8 @@ class Codes8(NamedTuple):
     """(bn, bk) where the scale is of blocks, else (0, 0)."""
     unit: float
     """1.0, or what bitsandbytes multiplies by: its scales are absolute maxima, so 1 / 127."""
+    transposed: bool = False
+    """Whether the codes are kept a second time, see :func:`with_transpose`."""
 
 
 def spread(t: Tensor, block: tuple[int, int], first: int, last: int, K: int) -> Tensor:
@@ -52,7 +55,36 @@ def decode(W: QuantWeight, first: int, last: int) -> Tensor:
 
 
 register_kind("int8", dequantize=decode, tensors=("codes", "scales"))
-register_kind("fp8", dequantize=decode, tensors=("codes", "scales"))
+register_kind("fp8", dequantize=decode, tensors=("codes", "scales", "transposed"))
+
+
+def with_transpose(W: QuantWeight) -> QuantWeight:
+    """The same ``W[n, k] = codes[n, k] * scale``, its codes kept a second time as (K, N), for ``grad_compute="fp8"``.
+
+    Without them each backward transposes the codes in a pass of its own, 2 bytes moved for each weight.
+
+    Args:
+      W: of kind fp8.
+
+    Returns:
+      ``QuantWeight`` of kind fp8, with a third tensor; W itself where it has one.
+
+    Raises:
+      FdoraError: another kind.
+
+    Memory: N K bytes beside those of W, whose tensors it shares; keeps nothing else.
+    References: none; tensor cores take 8-bit operands along the sum alone.
+    """
+    facts = W.facts if isinstance(W, QuantWeight) else None
+    if not isinstance(facts, Codes8) or facts.code != "e4m3":
+        have = f"of kind {W.kind}" if isinstance(W, QuantWeight) else f"a {type(W).__name__}"
+        raise fail("quant.with_transpose", "W", "a QuantWeight of kind fp8", have, "Others are not multiplied as codes.")
+    if facts.transposed:
+        return W
+    codes, scales = W.tensors
+    assert codes is not None
+    turned = codes.view(torch.uint8).T.contiguous().view(codes.dtype)
+    return replace(W, tensors=(codes, scales, turned), facts=facts._replace(transposed=True))
 
 
 def from_fp8(

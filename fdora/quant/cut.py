@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fdora._check import fail
-from fdora.quant.codes8 import Codes8
+from fdora.quant.codes8 import Codes8, with_transpose
 from fdora.quant.lut4 import NESTED, Lut4, scales_of
 from fdora.quant.weight import QuantWeight, bounds, read_as
 
@@ -66,7 +66,9 @@ def _codes8(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:
         scales = scales.narrow(axis, first // size, -(-last // size) - first // size).contiguous()
     elif facts.scale == "row" and axis == 0:
         scales = scales[first:last]
-    return _made(W, (codes.narrow(axis, first, last - first).contiguous(), scales), first, last, axis)
+    one = replace(W, facts=facts._replace(transposed=False))
+    part = _made(one, (codes.narrow(axis, first, last - first).contiguous(), scales), first, last, axis)
+    return with_transpose(part) if facts.transposed else part
 
 
 def _row(W: QuantWeight, first: int, last: int, axis: int) -> QuantWeight:

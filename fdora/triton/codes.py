@@ -39,7 +39,7 @@ class Coded(NamedTuple):
     @property
     def tensors(self) -> int:
         """How many."""
-        return 2 + (MORE.get(self.form.scales, 0) if isinstance(self.form, Lut4) else 0)
+        return 2 + (MORE.get(self.form.scales, 0) if isinstance(self.form, Lut4) else self.form.transposed)
 
 
 class Packed(NamedTuple):
@@ -49,6 +49,7 @@ class Packed(NamedTuple):
     form: Lut4 | Codes8
     codes: Array
     rest: tuple[Array | None, ...]  # of 4 bits: scales, code256 or the global scale, scales2, offset; of 8: scales
+    transposed: Array | None = None  # the codes once more, (K, N)
 
 
 def is_decoded(spec: QuantSpec) -> bool:
@@ -98,7 +99,7 @@ def written(weights: Sequence[Coded | None]) -> tuple[list[str], list[int]]:
             text += [W.form.table, W.form.scales, W.form.layout]
             numbers += [*W.shape, W.form.group, int(W.form.hi_first)]
         else:
-            text += [code_of(W.form), W.form.scale, ""]
+            text += [code_of(W.form), W.form.scale, "transposed" if W.form.transposed else ""]
             numbers += [*W.shape, *W.form.block]
     return text, numbers
 
@@ -115,7 +116,7 @@ def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | Non
             found.append(Coded((N, K), Lut4(a, bool(q), p, b, c)))
         else:
             code, _, divided = a.partition("/")
-            found.append(Coded((N, K), Codes8(code, b, (p, q), UNIT if divided else 1.0)))
+            found.append(Coded((N, K), Codes8(code, b, (p, q), UNIT if divided else 1.0, c != "")))
     return tuple(found)
 
 
@@ -136,8 +137,8 @@ def packed(plan: Builder, likes: Sequence[Like | None], W: Coded) -> Packed:
         if form.scales not in ("fp32", "nested"):
             scales = _as_bytes(scales)
         return Packed(W.shape, form, _as_bytes(codes), (scales, *rest, *[None] * (3 - len(rest))))
-    codes = plan.matrix(likes[0])
-    return Packed(W.shape, form, _as_bytes(codes) if form.code == "e4m3" else codes, (plan.flat(likes[1]),))
+    codes, scales, turned = plan.matrix(likes[0]), plan.flat(likes[1]), [plan.matrix(like) for like in likes[2:]]
+    return Packed(W.shape, form, _as_bytes(codes) if form.code == "e4m3" else codes, (scales,), *turned)
 
 
 def _as_bytes(t: Array) -> Array:
@@ -157,7 +158,7 @@ def _check(likes: Sequence[Like | None], W: Coded) -> None:
     else:
         block_n, block_k = block_of(form)
         groups = {"tensor": 1, "row": N}.get(form.scale, cdiv(N, block_n) * cdiv(K, block_k))
-        wanted = [N * K, groups]
+        wanted = [N * K, groups, *[N * K] * form.transposed]
         known = code_of(form) != "" and form.scale in MODES
     if not known:
         raise ValueError(f"no kernel reads weights of {form}")

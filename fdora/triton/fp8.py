@@ -11,8 +11,8 @@ H200: twice the rate of half precision. Few tokens, and shapes that TMA does not
 nobody had asked for codes. e4m3 products want sm_89; without TMA pointers bring the tiles, forward.
 
 Tensor cores take codes along the sum alone, which backward runs over the rows of W: its codes are turned in a pass of their own
-for each call, 2 bytes a weight moved and 1 of temporary memory, where a second copy of the codes would hold that for good. dh A
-is inside of the product, or, under dropout, masked and added behind it.
+for each call, 2 bytes a weight moved and 1 of temporary memory, unless W keeps them so (quant.with_transpose). dh A is inside
+of the product, or, under dropout, masked and added behind it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
 
 
 def turned(plan: Builder, codes: Array) -> Array:
-    """(N, K) bytes -> (K, N) e4m3."""
+    """(N, K) bytes -> (K, N) e4m3, for a W that keeps none."""
     N, K = codes.shape
     out = plan.temp((K, N), E4M3)
     given = {"codes": codes, "out": out.words((K, N), (N, 1), torch.uint8), **named("stride_n stride_k", codes.stride)}
@@ -114,7 +114,7 @@ def turned(plan: Builder, codes: Array) -> Array:
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
     dx, la, W, t = of.dx, of.la, of.la.W, dz.dtype
     (N, K), form, scale, A = W.shape, W.form, W.rest[0], in_dtype(plan, of.la.A, dz.dtype)
-    codes, blocks = turned(plan, W.codes), form.scale == "block"
+    codes, blocks = W.transposed or turned(plan, W.codes), form.scale == "block"
     dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
     scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
     if blocks:

@@ -5,7 +5,7 @@ import torch
 
 from fdora import FdoraError
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import quantize
+from fdora.quant import cut, quantize, with_transpose
 from tests import device
 from tests.close import rel_l2
 from tests.memory import saved
@@ -136,6 +136,25 @@ def test_layers_on_one_x(kinds):
         assert rel_l2(got, want) < 3e-3 and rel_l2(got, exact) > 0.005
     for got, want in zip(*(torch.autograd.grad(ys, [x, *leaves], dys) for ys in (together, apart)), strict=True):
         assert rel_l2(got, want) < 6e-3
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_codes_kept_transposed(kind):
+    """The same numbers, and nothing is decoded from them; a cut has its part of them; other weights have none."""
+    W, A, B, m = layer(kind, N=512, K=512)
+    both = with_transpose(W)
+    assert both.nbytes == W.nbytes + 512 * 512 and with_transpose(both) is both and list(both.named())[2] == "transposed"
+    for part in (both, cut(both, rows=slice(128, 384)), cut(both, columns=slice(256, 512))):
+        assert torch.equal(part.tensors[2].view(torch.uint8), part.tensors[0].view(torch.uint8).T)
+        assert part.tensors[2].is_contiguous()
+    x, dy, found = x_of(90, K=512), torch.randn(90, 512, device=device.NAME, dtype=BF16), []
+    for each in (both, W):
+        y = dora_linear(x, each, A, B, m, s=S, **HOW)
+        found.append([y, *torch.autograd.grad(y, [x, A, B, m], dy)])
+    assert all(map(torch.equal, *found))
+    for other, have in ((quantize(W.dequantize(), "int8"), "of kind int8"), (W.dequantize(), "a Tensor")):
+        with pytest.raises(FdoraError, match=f"`W` must be a QuantWeight of kind fp8, got {have}"):
+            with_transpose(other)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

@@ -21,7 +21,7 @@ from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linea
 from fdora import FdoraError
 from fdora.functional import dora_linear, dora_norm, opaque
 from fdora.integrations._peft.ahead import calls_of
-from fdora.integrations._peft.quantised import family, own_product
+from fdora.integrations._peft.quantised import FP8, family, own_product
 from fdora.integrations.peft import enabled, init_magnitude, report, restore, use_fdora
 from fdora.quant import from_fp8, quantize
 from tests import device, reference
@@ -167,6 +167,25 @@ def test_and_multiplies_codes_in_backward_for_x_alone():
         use_fdora(model, grad_compute="fp8")
     with pytest.raises(FdoraError, match="`grad_compute` must be None or 'fp8', got 'int8'"):
         use_fdora(model, compute="fp8", grad_compute="int8")
+
+
+def test_codes_are_kept_transposed_and_anew_where_they_change():
+    model, _ = checkpoint("blocks")
+    x, found = torch.randn(96, K, device=device.NAME, dtype=HALF).requires_grad_(), []
+    base = first(model).base_layer
+    for both in (False, True):
+        use_fdora(model, compute="fp8", grad_compute="fp8", transposed=both)
+        for _ in range(2):
+            found.append(step(model, x))
+            W = first(model).lora_variant["default"].held.of(base, FP8, HALF, both)
+            assert len(W.tensors) == 2 + both
+            assert not both or torch.equal(W.tensors[2].float(), base.weight.float().T)
+            with torch.no_grad():  # as load_state_dict writes
+                base.weight.copy_(-base.weight.float())
+    same(found[0], found[2])
+    same(found[1], found[3])
+    with pytest.raises(FdoraError, match="`transposed` must be False without grad_compute"):
+        use_fdora(model, compute="fp8", transposed=True)
 
 
 def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
 from fdora.functional import dora_linear, dora_linear_group, dora_mlp, dora_norm, explain
-from fdora.quant import Codes8
+from fdora.quant import Codes8, with_transpose
 from fdora.triton import fp8
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
@@ -96,11 +96,12 @@ def test_the_same_dx(kind, M, N, K, r, p, by):
     x, dy = x_of(M, K=K, dtype=HALF), torch.randn(M, N, device=device.NAME, dtype=HALF)
     on_codes = M > LIMIT and by == "tma" and kind != "tall block"
     results = []
-    for backend, grad_compute in (("triton", "fp8"), ("eager", "fp8" if on_codes else None)):
-        y = dora_linear(x, *t, s=S, dropout_p=p, seed=7, grad_compute=grad_compute, backend=backend)
+    both = with_transpose(t[0])
+    for W, backend, how in ((t[0], "triton", "fp8"), (both, "triton", "fp8"), (t[0], "eager", "fp8" if on_codes else None)):
+        y = dora_linear(x, W, *t[1:], s=S, dropout_p=p, seed=7, grad_compute=how, backend=backend)
         results.append(torch.autograd.grad(y, [x, *t[1:]], dy))
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
+    for got, again, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3 and torch.equal(again, got)
 
 
 @needs_kernels
@@ -135,12 +136,14 @@ def test_x_is_rounded_once_for_the_layers_that_read_it():
         plans = explain(
             fn, torch.empty(2048, 512, dtype=BF16, device="meta", requires_grad=True), *layers, **codes, gpu="h200"
         ).plans
-        return [sum(row.what == "fp8_rows_kernel" for row in plan.steps) for plan in plans]
+        each = [[row.what for row in plan.steps] for plan in plans]
+        return [(names.count("fp8_rows_kernel"), names.count("turn_kernel")) for names in each]
 
     codes = {"compute": "fp8", "grad_compute": "fp8"}
     layers, _ = members((512, 512), (512, 512), (512, 512))
-    assert counts(dora_linear_group, layers) == [1, 3]
-    assert counts(dora_mlp, *layers) == [2, 3]
+    assert counts(dora_linear_group, layers) == [(1, 0), (3, 3)]
+    layers[1] = layers[1]._replace(W=with_transpose(layers[1].W))
+    assert counts(dora_mlp, *layers) == [(2, 0), (3, 2)]
 
 
 @needs_kernels

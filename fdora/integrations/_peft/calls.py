@@ -102,7 +102,7 @@ def quantised(x: Tensor, base: Any, kind: str, call: Call) -> Call | str:
     """The call, with the weight of a base layer of this kind."""
     variant, _, A, B, m, bias, s, p, mode, *_ = call
     dtype = compute_dtype(base, kind, x)
-    quant = variant.held.of(base, kind, x.dtype if kind == FP8 else dtype)
+    quant = variant.held.of(base, kind, x.dtype if kind == FP8 else dtype, variant.transposed)
     if isinstance(quant, str):
         return quant
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype

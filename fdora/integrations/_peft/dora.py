@@ -49,6 +49,7 @@ class Dora:
         self.dropout_mode: DropoutMode = Dora.MADE_WITH
         self.compute: Literal["fp8"] | None = None
         self.grad_compute: Literal["fp8"] | None = None
+        self.transposed = False
         self.why_decoded = ""  # and not that, in its last call
         self.shared: Any = None  # with the layers that read the same x, see blocks.py
         self.place = 0  # among these
@@ -61,7 +62,7 @@ class Dora:
         self.base = "", ""  # what quantised.py said of the base layer when use_fdora looked
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("stock", "keep_inner", "detach", "base", "dropout_mode", "compute", "grad_compute")
+        names = ("stock", "keep_inner", "detach", "base", "dropout_mode", "compute", "grad_compute", "transposed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

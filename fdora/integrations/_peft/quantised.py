@@ -26,7 +26,7 @@ from fdora import FdoraError
 from fdora._torch import PLAIN, is_traced
 from fdora.functional import dora_merge, dora_norm, dora_unmerge
 from fdora.integrations._framework import set_aside
-from fdora.quant import Codes8, QuantWeight, from_bnb, from_bnb_int8, from_fp8, from_hqq, from_torchao
+from fdora.quant import Codes8, QuantWeight, from_bnb, from_bnb_int8, from_fp8, from_hqq, from_torchao, with_transpose
 
 BNB4, BNB8, HQQ, TORCHAO, FP8 = "bitsandbytes 4 bit", "bitsandbytes 8 bit", "HQQ", "torchao", "e4m3 codes"
 CLASSES = {
@@ -164,22 +164,27 @@ class WeightCache:
     """The QuantWeight of one layer, for as long as it is made from the same tensors."""
 
     def __init__(self) -> None:
-        self.memo: tuple[tuple[Any, ...], int, dict[Any, QuantWeight]] | None = None
+        self.memo: tuple[tuple[Any, ...], int, dict[Any, tuple[int, QuantWeight]]] | None = None
 
-    def of(self, base: Any, kind: str, dtype: torch.dtype | None = None) -> QuantWeight | str:
+    def of(self, base: Any, kind: str, dtype: torch.dtype | None = None, transposed: bool = False) -> QuantWeight | str:
+        """``transposed``: of fp8, with codes for backward, a copy, which a write to the codes makes old."""
         if is_traced():
             return weight_of(base, kind, dtype)
         now, memo = sources(base, kind), self.memo
         pointer = now[0].data_ptr() if kind != TORCHAO and isinstance(now[0], Tensor) else 0  # somebody may set .data
         if memo is None or memo[1] != pointer or not all([a is b for a, b in zip(memo[0], now, strict=True)]):
             memo = now, pointer, {}
-        W = memo[2].get(dtype)
+        copied = transposed and kind == FP8
+        written = base.weight._version if copied and not base.weight.is_inference() else 0
+        known, W = memo[2].get((dtype, copied), (0, None))
+        W = W if known == written else None
         if W is None:
             with torch.inference_mode(False):
                 made = weight_of(base, kind, dtype)
-            if isinstance(made, str):
-                return made
-            memo[2][dtype] = W = made
+                if isinstance(made, str):
+                    return made
+                W = with_transpose(made) if copied else made
+            memo[2][dtype, copied] = written, W
         self.memo = memo
         return W
 
