@@ -1,4 +1,4 @@
-"""Every committed result by one command, each in a process of its own, in the order of the table below.
+"""Every committed result by one command, each in a process of its own, in the order of all.txt.
 
     python -m bench all --device cuda --commit HASH
     python -m bench all --device cuda --commit HASH --seconds 570 --missing
@@ -41,149 +41,13 @@ class Entry(NamedTuple):
     command: str
 
 
-MODELS = ("llama-3.1-8b", "gemma-3-12b --layers 6", "qwen2.5-7b", "qwen2.5-32b", "mistral-small-24b", "qwen3-vl-8b")
-# W is small beside the tokens
-NARROW = (
-    *("7225,768,24448,192", "8192,2048,8192,64", "4096,1024,3072,32", "8192,2560,9728,16", "6000,768,3072,64"),
-    *("16384,4096,14336,64", "16384,4096,4096,16", "8192,1024,8192,384"),
-)
-FLOORS = "--ways frozen,bare,peft_lora,fdora,fdora_inside"
-COMPILED = "--no-eager --compiled default,reduce-overhead"
-TRAINED = "--dropout 0.05 --adapter fp32 --ways peft_lora,peft_dora"  # as people train: under autocast, with dropout
-TABLE = {
-    "norm_forms": Entry(15, "bench.norm_forms --runs 15"),
-    "compose": Entry(15, "bench.compose"),
-    "embedding": Entry(40, "bench.embedding"),
-    "host": Entry(45, "bench.host --first-call"),
-    "launches": Entry(15, "bench.launches"),
-    "issue_time": Entry(40, "bench.issue_time"),
-    "schedule": Entry(60, "bench.schedule"),
-    "suite": Entry(80, "pytest bench -o python_files=bench_*.py -p no:cacheprovider"),
-    "layer_quick": Entry(400, "bench.layer --quick"),
-    "layer_fp32": Entry(500, "bench.layer --quick --adapter fp32 --peft-autocast"),
-    "layer_all": Entry(
-        300,
-        "bench.layer --shapes all --M 4096,16384 --r 16,384 --runs 5 --ways frozen,bare,peft_lora,peft_dora,dorafactors,fdora",
-    ),
-    "layer_few": Entry(180, f"bench.layer --M 1,16,64,128,512 --r 16,128,384 {FLOORS}"),
-    "layer_ranks": Entry(90, f"bench.layer --r 8,64,128,768 {FLOORS}"),
-    "peaks": Entry(100, "bench.peaks"),
-    "scaled_weight": Entry(20, f"bench.shapes --ways bare,fdora_dz,fdora {' '.join(f'--shape {shape}' for shape in NARROW)}"),
-    "shapes": Entry(60, "bench.shapes --jobs 8"),
-    "shapes_18": Entry(60, "bench.shapes --jobs 8 --seed 18"),
-    "shapes_17": Entry(60, "bench.shapes --jobs 8 --seed 17"),
-    "shapes_unseen": Entry(60, "bench.shapes --jobs 8 --seed 101"),
-    "norm_model": Entry(30, "bench.norm_model --r 16,64,384"),
-    "group": Entry(110, "bench.group --jobs 8 --quick"),
-    "multi": Entry(150, "bench.multi --runs 5 --jobs 8"),
-    "multi_again": Entry(60, "bench.multi --runs 5 --jobs 7 --G 4,32 --ways frozen,one,multi --kernels"),
-    "multi_mixed4": Entry(25, "bench.multi --runs 9 --G 4 --r mixed --shapes 4096x4096 --ways multi,one --jobs 4"),
-    "serve": Entry(60, "bench.serve --runs 3 --jobs 15 --shapes 4096x4096,14336x4096"),
-    "serve_wide": Entry(60, "bench.serve --runs 3 --jobs 15 --shapes 4096x14336,5120x27648"),
-    "experts": Entry(150, "bench.experts --runs 5"),
-    "layers12_r384_eager": Entry(60, "bench.layers12 --r 384 --no-compile"),
-    "layers12_r16_eager": Entry(60, "bench.layers12 --r 16 --no-compile"),
-    "layers12_r384_compiled": Entry(200, "bench.layers12 --r 384 --no-eager"),
-    "layers12_r16_compiled": Entry(200, "bench.layers12 --r 16 --no-eager"),
-    "steps": Entry(560, "bench.steps"),
-    "steps_compiled": Entry(470, f"bench.steps --cells 2048:512:16,8b:4096:16 {COMPILED}"),
-    "steps_compiled_512": Entry(150, f"bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused {COMPILED}"),
-    "steps_compiled_replay": Entry(
-        70, "bench.steps --cells 2048:512:16 --ways peft_lora,use_fdora,use_fdora_fused --no-eager --compiled reduce-overhead"
-    ),
-    "steps_dropout": Entry(
-        150,
-        f"bench.steps --cells 2048:512:16,8b:4096:64 {TRAINED},use_fdora,use_fdora_fused,use_fdora_lora_dropout,"
-        "use_fdora_fused_lora_dropout",
-    ),
-    "lengths": Entry(
-        100,
-        "bench.lengths --dropout 0.05 --adapter fp32 --layers 2 --ways peft_lora,use_fdora_fused,use_fdora_fused_lora_dropout "
-        "--count 120",
-    ),
-    "trainer": Entry(300, "bench.trainer --warmup"),
-    "trainer_compiled": Entry(500, "bench.trainer --compiled"),
-    "model_qwen3-8b": Entry(450, "bench.model --model qwen3-8b --adapter bf16"),
-    "model_qwen3-8b_fp32": Entry(450, "bench.model --model qwen3-8b --adapter fp32"),
-    **{f"model_{m.split()[0]}": Entry(90, f"bench.model --model {m} --quick --no-compile") for m in MODELS},
-    **{f"model_{m.split()[0]}_compiled": Entry(300, f"bench.model --model {m} --quick --no-eager") for m in MODELS},
-    "model_qwen3-8b_dropout": Entry(
-        150,
-        f"bench.model --quick --no-compile {TRAINED},peft_fdora,peft_fdora_fused,peft_fdora_lora_dropout,"
-        "peft_fdora_fused_lora_dropout",
-    ),
-    "model_qwen3-8b_sweep_r": Entry(150, "bench.model --sweep r --quick"),
-    "model_qwen3-8b_sweep_S": Entry(200, "bench.model --sweep S --quick"),
-    "model_qwen3-8b_sweep_width": Entry(200, "bench.model --sweep width --layers 1 --quick"),
-    **{f"converge_s{i}": Entry(140, f"bench.converge --seeds {i} --optimizers adamw") for i in range(3)},
-    **{f"converge_muon_s{i}": Entry(180, f"bench.converge --seeds {i} --optimizers muon") for i in range(3)},
-    "quant": Entry(230, "bench.quant --runs 3 --no-norms --jobs 15 --M 512,4096,1,16,16384"),
-    "quant_norms": Entry(330, "bench.quant --runs 5 --M 1 --ways linear"),
-    "quant_model": Entry(60, "bench.quant_model"),
-    "quant_4096": Entry(
-        45,
-        "bench.quant --runs 3 --no-norms --M 4096 --shapes 4096x14336,14336x4096,8192x8192,28672x8192 "
-        "--ways linear4bit,qlora,fdora --jobs 12",
-    ),
-    "fp8_64": Entry(30, "bench.fp8 --M 4096,2048,16384 --r 64 --runs 3"),
-    "fp8_more": Entry(50, "bench.fp8 --M 4096,2048,16384,512,128 --r 64 --runs 3"),
-    "fp8_16": Entry(20, "bench.fp8 --M 2048,4096,16384 --shapes 4096x4096,14336x4096 --r 16 --runs 3"),
-    "vit": Entry(110, "bench.vit"),
-    "vit_40": Entry(300, "bench.vit --layers 40"),
-    "diffusion_klein": Entry(100, "bench.diffusion --models klein --batch 2"),
-    "diffusion_sdxl": Entry(100, "bench.diffusion --models sdxl --dtype fp16 --r 16 --checkpointing no"),
-    "diffusion_sdxl_conv": Entry(105, "bench.diffusion --models sdxl_conv --dtype fp16 --r 16 --checkpointing no"),
-    "diffusion_sdxl_4": Entry(90, "bench.diffusion --models sdxl --batch 4 --checkpointing yes"),
-    "diffusion_klein_r16": Entry(80, "bench.diffusion --models klein --batch 2 --r 16 --adapter half --checkpointing yes"),
-    "full": Entry(20, "bench.full"),
-    "full_dora": Entry(600, "bench.converge --ways fdora,full"),
-    "full_dora_adamw_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers adamw"),
-    "full_dora_muon_s2": Entry(100, "bench.converge --ways fdora,full --seeds 2 --optimizers muon"),
-    "sharded_r64": Entry(60, "bench.sharded --world 2 --layers 6 --r 64 --runs 7"),  # two GPUs
-    "sharded_r384": Entry(
-        90,
-        "bench.sharded --world 2 --layers 6 --r 384 --modes step,step_checkpointing --runs 9 --no-profile "
-        "--ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused,peft_fdora_fused_shards",
-    ),
-    "sharded_r384_profile": Entry(
-        60,
-        "bench.sharded --world 2 --layers 6 --r 384 --runs 9 --modes step "
-        "--ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards,peft_fdora_fused_shards",
-    ),
-    "sharded_dropout": Entry(
-        90,
-        f"bench.sharded --world 2 --modes step,step_checkpointing --runs 9 {TRAINED},peft_fdora,peft_fdora_fused,"
-        "peft_fdora_lora_dropout,peft_fdora_fused_lora_dropout",
-    ),
-    "jobs": Entry(100, "bench.jobs"),
-    "jobs_pipeline": Entry(90, "bench.jobs --world 2 --jobs 8"),  # two GPUs
-    "sharded_12": Entry(
-        80,
-        "bench.sharded --world 2 --layers 12 --ways peft_lora,peft_fdora,peft_fdora_fused,peft_fdora_shards "
-        "--modes step --runs 9 --no-profile",
-    ),
-    "sharded_qwen2.5-32b": Entry(
-        60,
-        "bench.sharded --world 2 --model qwen2.5-32b --layers 4 --ways peft_lora,peft_dora,peft_fdora,peft_fdora_fused "
-        "--modes step --runs 7 --no-profile",
-    ),
-    "sharded_tp": Entry(60, "bench.sharded --world 2 --layout tp --layers 6 --modes step --runs 9 --no-profile"),
-    "sharded_compiled": Entry(
-        90,
-        "bench.sharded --world 2 --layers 4 --ways peft_lora,peft_fdora,peft_fdora_fused --modes step --runs 11 --compiled "
-        "--no-profile",
-    ),
-    **{
-        f"sharded_zero{stage}": Entry(
-            60,
-            f"bench.sharded --world 2 --layout zero{stage} --layers 6 --modes step --runs 7 --no-profile "
-            "--ways peft_lora,peft_fdora,peft_fdora_fused",
-        )
-        for stage in (2, 3)  # want DeepSpeed
-    },
-    "parallel": Entry(60, "bench.parallel --world 2 --runs 5"),
-    "demo": Entry(60, "demo.run"),
-}
+def entries() -> dict[str, Entry]:
+    """Of all.txt: the name of a result, its seconds, its command."""
+    lines = (line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines())
+    return {name: Entry(int(seconds), command) for name, seconds, command in lines if name != "#"}
+
+
+TABLE = entries()
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
 FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
 FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench import decoder
 from bench.decoder import LINEARS
 from bench.rivals import paths
 from bench.suite import One, Run, Some, Suite
@@ -36,8 +37,7 @@ from bench.table import line, table
 WAYS = ("peft", "fdora", "float32")
 FULL = "full"  # fdora with detach=False
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
-SIZES = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
-TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+SIZES, TINY = decoder.SIZES["converge"].values()
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRETRAIN_LR, LR = 1e-3, 1e-3
 TARGET = 7.1e-4  # of the mean difference of a step's loss between fdora and PEFT

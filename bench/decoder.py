@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from bench.clock import free, medians, wall_timer
 from bench.ways import away
 from tests.memory import peak_bytes
 
+# From the published configurations, and what stands for them in a smoke test.
+SIZES = json.loads(Path(__file__).with_name("models.json").read_text())
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench import decoder
 from bench.clock import free
 from bench.decoder import adapters, apart, judge, left, of_part, wall_and_peak
 from bench.rivals import adapted, paths
@@ -55,20 +56,14 @@ class Kind(NamedTuple):
     small: str
 
 
-KLEIN = dict(patch_size=1, in_channels=128, num_layers=5, num_single_layers=20, attention_head_dim=128)
-KLEIN |= dict(num_attention_heads=24, joint_attention_dim=7680, axes_dims_rope=(32, 32, 32, 32), guidance_embeds=False)
-SDXL = dict(sample_size=128, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280), layers_per_block=2)
-SDXL |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), use_linear_projection=True)
-SDXL |= dict(up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20))
-SDXL |= dict(transformer_layers_per_block=(1, 2, 10), cross_attention_dim=2048, addition_embed_type="text_time")
-SDXL |= dict(addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816)
+SIZES = decoder.SIZES["diffusion"]
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 FLUX2 = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_qkv_mlp_proj", "linear_in", "linear_out")
 LINEAR = (*ATTENTION, "net.0.proj", "net.2")
 MODELS = {
-    "klein": Kind(KLEIN, FLUX2, 32, 512, False, "flux2"),
-    "sdxl": Kind(SDXL, LINEAR, 128, 77, True, "sdxl"),
-    "sdxl_conv": Kind(SDXL, (*LINEAR, "proj_in", "proj_out", "conv1", "conv2"), 128, 77, True, "sdxl"),
+    "klein": Kind(SIZES["klein"], FLUX2, 32, 512, False, "flux2"),
+    "sdxl": Kind(SIZES["sdxl"], LINEAR, 128, 77, True, "sdxl"),
+    "sdxl_conv": Kind(SIZES["sdxl"], (*LINEAR, "proj_in", "proj_out", "conv1", "conv2"), 128, 77, True, "sdxl"),
 }
 
 

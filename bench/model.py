@@ -36,52 +36,7 @@ from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, 
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
-# From the published config.json of each model.
-ROPE_LLAMA = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ARCHITECTURES: dict[str, tuple[str, dict]] = {
-    "qwen3-8b": (
-        "Qwen3Config",
-        dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
-        | dict(head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960),
-    ),
-    "llama-3.1-8b": (
-        "LlamaConfig",
-        dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-        | dict(head_dim=128, vocab_size=128256, rms_norm_eps=1e-5, rope_theta=5e5, max_position_embeddings=131072)
-        | dict(rope_scaling=ROPE_LLAMA | {"original_max_position_embeddings": 8192}),
-    ),
-    "gemma-3-12b": (
-        "Gemma3TextConfig",
-        dict(hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8)
-        | dict(head_dim=256, vocab_size=262208, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072)
-        | dict(sliding_window=1024, query_pre_attn_scalar=256, rope_scaling={"rope_type": "linear", "factor": 8.0}),
-    ),
-    "qwen2.5-7b": (
-        "Qwen2Config",
-        dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
-        | dict(vocab_size=152064, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072),
-    ),
-    "qwen2.5-32b": (
-        "Qwen2Config",
-        dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8)
-        | dict(vocab_size=152064, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768),
-    ),
-    "qwen3-vl-8b": (
-        "Qwen3VLConfig",
-        dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
-        | dict(head_dim=128, vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=262144)
-        | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}),
-    ),
-    "mistral-small-24b": (
-        "MistralConfig",
-        dict(hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8)
-        | dict(head_dim=128, vocab_size=131072, rms_norm_eps=1e-5, rope_theta=1e8, max_position_embeddings=32768)
-        | dict(sliding_window=None),
-    ),
-}
-VISION = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, deepstack_visual_indexes=[8, 16, 24])
-TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128)
-TINY_VISION = dict(hidden_size=64, intermediate_size=96, num_heads=4)
+ARCHITECTURES: dict[str, tuple[str, dict]] = decoder.SIZES["causal"]
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
@@ -101,7 +56,7 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
     kind, sizes = ARCHITECTURES[options.model]
     sizes = sizes | dict(num_hidden_layers=layers, tie_word_embeddings=False)
     if options.tiny:
-        sizes |= TINY
+        sizes |= decoder.SIZES["tiny"]["causal"]
     if options.sweep:
         sizes |= dict(vocab_size=SWEEP_VOCABULARY)
     if width:
@@ -125,9 +80,10 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
 def with_vision(text: dict, options) -> dict:
     """Qwen3-VL around this text model. The tower is cut like the text; what it hands over on the way stays at its share."""
     share = text["num_hidden_layers"] / ARCHITECTURES[options.model][1]["num_hidden_layers"]
-    depth = max(1, round(share * VISION["depth"]))
-    taps = sorted({i * depth // VISION["depth"] for i in VISION["deepstack_visual_indexes"]})
-    vision = VISION | (TINY_VISION if options.tiny else {})
+    vision = decoder.SIZES["vision"]["qwen3-vl"]
+    depth = max(1, round(share * vision["depth"]))
+    taps = sorted({i * depth // vision["depth"] for i in vision["deepstack_visual_indexes"]})
+    vision = vision | (decoder.SIZES["vision"]["tiny"] if options.tiny else {})
     vision |= dict(depth=depth, deepstack_visual_indexes=taps, out_hidden_size=text["hidden_size"])
     own = dict(image_token_id=text["vocab_size"] - 1, tie_word_embeddings=False)
     return dict(text_config=text, vision_config=vision) | own

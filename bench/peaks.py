@@ -37,18 +37,8 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
 WAYS = {"plain": "peft_fdora", "fuse": "peft_fdora_fused"}
 CASES = "bf16:1x4096:0,bf16:1x4096:128,bf16:4x512:0,fp32:1x4096:128"
 SIZES = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "hidden_act",
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
+    "tie_word_embeddings attention_bias mlp_bias hidden_act"
 )
 
 
@@ -144,7 +134,7 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
     torch.manual_seed(0)
     facts = SimpleNamespace(model=model, tiny=options.tiny, sweep=None, device=options.device, dtype="bf16")
     base = network(facts, options.layers)
-    config = {name: value for name in SIZES if (value := getattr(base.config, name, None)) is not None}
+    config = {name: value for name in SIZES.split() if (value := getattr(base.config, name, None)) is not None}
     first = {"model": model, "config": config, "attention": attention_of(options.device, torch.bfloat16, base.config)}
     rows = []
     for case, way, checkpointing in product(options.cases, options.ways, (False, True)):

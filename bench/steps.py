@@ -54,12 +54,7 @@ COMPILED = ("default", "reduce-overhead")
 MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
-SIZES = {  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
-    "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
-    "2048": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
-    "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, head_dim=128),
-    "tiny": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
-}
+SIZES = decoder.SIZES["layers"]  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
 
 T = TypeVar("T")
 

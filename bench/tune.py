@@ -34,7 +34,7 @@ from bench.multi_ways import Bank, build
 from bench.norm_model import linears
 from bench.save import save as save_json
 from bench.shapes import CACHE, copied, draw
-from bench.suite import Run, Suite, numbers
+from bench.suite import Run, Suite, numbers, shapes
 from bench.truth import norm_of, rel_l2
 from bench.ways import Inputs, S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
@@ -58,18 +58,33 @@ from fdora.triton.tiles.quant import QuantConfig, StripConfig
 DTYPE = torch.bfloat16
 Shape = tuple[int, ...]
 Candidates = dict[str, Any]
-# BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages: those that the model knows
-TILES = [
-    GemmConfig(True, *tile)
-    for tile in (
-        *((128, 256, 64, 8, True, True, 8, 4), (256, 128, 64, 8, True, True, 8, 4), (64, 256, 64, 8, True, True, 4, 4)),
-        *((64, 128, 64, 8, False, False, 4, 4), (64, 64, 128, 8, False, False, 4, 6), (64, 128, 128, 8, False, True, 4, 4)),
-        (128, 128, 64, 8, False, True, 4, 6),
-    )
-]
-WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096), (2304, 22144), (1024, 10112))  # K, N
-BANKS = tuple((M, K, N) for M in (8192,) for K, N in ((4096, 4096), (4096, 14336)))
-MIXED = [8, 16, 64, 256]
+
+
+def value(word: str) -> Any:
+    return int(word) if word.isdigit() else {"True": True, "False": False}.get(word, word)
+
+
+def tiles(config: type, text: str, shape: Shape = (1,)) -> Candidates:
+    """Candidates by their names, which are their fields. A semicolon ends one; ``3|4`` are two, ``4,3|8,2`` two of two fields;
+    ``r`` is the rank, ``wide`` the power of two that holds it, ``slab`` at most 32 of that."""
+    wide = power_of_two(shape[-1])
+    sizes, found = {"r": shape[-1], "wide": wide, "slab": min(32, wide)}, {}
+    for line in filter(None, text.split(";")):
+        for parts in itertools.product(*(part.split("|") for part in line.split())):
+            name = " ".join(str(sizes.get(word, word)) for part in parts for word in part.split(","))
+            found[name] = config(*map(value, name.split()))
+    return found
+
+
+# tma, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_SUBTILE, persistent, num_warps, num_stages: those that the model knows
+TILES = list(
+    tiles(
+        GemmConfig,
+        "True 128,256|256,128 64 8 True True 8 4; True 64 256 64 8 True True 4 4; True 64 128 64 8 False False 4 4;"
+        "True 64 64 128 8 False False 4 6; True 64 128 128 8 False True 4 4; True 128 128 64 8 False True 4 6",
+    ).values()
+)
+BANKS = [(8192, 4096, 4096), (8192, 4096, 14336)]
 
 
 class Call(NamedTuple):
@@ -99,10 +114,6 @@ def randn(device: str, *shape: int, std: float = 1.0) -> Tensor:
 def sets_of(size: int, device: str) -> range:
     """So many that none stays in the cache."""
     return range(1 if device == "cpu" else max(2, min(16, CACHE // (2 * size))))
-
-
-def named(config: type, *tiles: tuple) -> Candidates:
-    return {" ".join(map(str, tile)): config(*tile) for tile in tiles}
 
 
 # Layers
@@ -159,9 +170,12 @@ def product(shape: Shape, device: str, forward: bool, way: str = "") -> Call:
     return Call(make, want)
 
 
+def fused(*tiles: GemmConfig) -> Candidates:
+    return {" ".join(["fused", *map(str, tile[1:])]): Way("fused", tile, 0.0) for tile in tiles}
+
+
 def ways_of_product(shape: Shape, forward: bool) -> Candidates:
-    ways: Candidates = {" ".join(["fused", *map(str, tile[1:])]): Way("fused", tile, 0.0) for tile in TILES}
-    return ways | {way: Way(way, None, 0.0) for way in (("after",) if forward else ("after", "first"))}
+    return fused(*TILES) | {way: Way(way, None, 0.0) for way in (("after",) if forward else ("after", "first"))}
 
 
 def every_tile(shape: Shape) -> Candidates:
@@ -177,8 +191,7 @@ def every_tile(shape: Shape) -> Candidates:
         depths = {min(8, deepest)} if persistent or subtile else {min(8, deepest), min(8, shared)}
         for stages, warps in itertools.product(sorted(depths), (4, 8) if m * n == 16384 else (8 if subtile else 4,)):
             if stages >= 2:
-                tile = GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages)
-                found[" ".join(["fused", *map(str, tile[1:])])] = Way("fused", tile, 0.0)
+                found |= fused(GemmConfig(True, m, n, k, 8, subtile, persistent, warps, stages))
     return found
 
 
@@ -198,29 +211,14 @@ def norm(shape: Shape, device: str, codes: bool = False) -> Call:
 
 def tiles_of_norm(shape: Shape) -> Candidates:
     """Single tiles, and strips with W's tiles ahead up to the rank that one slab holds."""
-    r = shape[2]
-    wide = power_of_two(r)
-    sides = [(128, 256, 64, 8, 3, 1), (128, 256, 128, 8, 2, 1), (256, 128, 64, 8, 3, 1), (128, 128, 64, 4, 3, 2)]
-    sides += [(128, 128, 64, 8, 3, 2), (128, 128, 128, 4, 2, 2), (64, 256, 64, 4, 3, 2), (64, 128, 64, 4, 4, 3)]
-    found = [(128, 128, min(32, wide), "ieee", 4, 3)]
-    found += [(n, k, slab, "ieee", *how, True, 0, 0, on) for n, k, slab, *how, on in sides[: 8 if r > 64 else 1]]
-    strips = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)]
-    spans = (256, 512, 1024, 2048) if r <= 256 else ()
-    found += [(n, k, wide, "ieee", *how, False, how[1], span) for n, k, *how in strips for span in spans]
-    return named(NormConfig, *found)
-
-
-def tiles_of_codes(shape: Shape) -> Candidates:
-    by_pointers = [(128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
-    by_tma = [(128, 256, 64, 8, 3), (128, 256, 32, 8, 4), (128, 256, 128, 8, 2), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
-    found = [(n, k, r, "ieee", *how, run) for n, k, r, *how in by_pointers for run in (0, 1)]
-    return named(QuantConfig, *found, *((n, k, r, "ieee", *how, run, True) for n, k, r, *how in by_tma for run in (1, 4)))
-
-
-def strips_of_codes(shape: Shape) -> Candidates:
-    sides = [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3)]
-    wide = power_of_two(shape[2])
-    return named(StripConfig, *((n, k, wide, *how, span) for n, k, *how in sides for span in (512, 1024, 2048)))
+    text = "128 128 slab ieee 4 3; 128 256 64 ieee 8 3 True 0 0 1"
+    if shape[2] > 64:
+        text += ";128 256 128 ieee 8 2 True 0 0 1;256 128 64 ieee 8 3 True 0 0 1;128 128 64 ieee 4,3|8,3 True 0 0 2"
+        text += ";128 128 128 ieee 4 2 True 0 0 2;64 256 64 ieee 4 3 True 0 0 2;64 128 64 ieee 4 4 True 0 0 3"
+    if shape[2] <= 256:
+        text += ";64 64 wide ieee 4,3,False,3|4,2,False,2 256|512|1024|2048;64 128 wide ieee 4 3 False 3 256|512|1024|2048"
+        text += ";128 64 wide ieee 4|8 3 False 3 256|512|1024|2048;128 128 wide ieee 8 2 False 2 256|512|1024|2048"
+    return tiles(NormConfig, text, shape)
 
 
 def tree(shape: Shape, device: str) -> Call:
@@ -231,32 +229,26 @@ def tree(shape: Shape, device: str) -> Call:
 
 
 def tiles_of_tree(shape: Shape) -> Candidates:
-    wide = power_of_two(shape[3])
-    slabs = [(64, 64, wide, 4, 3, 3, 4), (64, 64, wide, 4, 3, 2, 8), (128, 64, wide, 8, 3, 3, 2), (64, 128, wide, 8, 3, 3, 2)]
-    parts = [(n, k, 64, *how) for n, k, *how in ((64, 128, 4, 3, 0, 4), (128, 64, 4, 3, 0, 4), (128, 128, 8, 3, 0, 2))]
-    return named(TreeConfig, *(slabs if wide <= 128 else []), *(parts if wide > 64 else [(128, 128, 16, 4, 3, 0, 2)]))
+    text, wide = "", power_of_two(shape[3])
+    if wide <= 128:
+        text = "64 64 wide 4 3 3,4|2,8; 128,64|64,128 wide 8 3 3 2;"
+    text += "64,128|128,64 64 4 3 0 4; 128 128 64 8 3 0 2" if wide > 64 else "128 128 16 4 3 0 2"
+    return tiles(TreeConfig, text, shape)
 
 
 # Few tokens, backward's pass
 
 
-def tiles_of_small(shape: Shape) -> Candidates:
-    sides = ((16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
-    return named(SmallConfig, *((*side, *how) for side in sides for how in ((4, 3), (4, 5), (8, 3), (2, 5))))
-
-
 def tiles_of_few_codes(shape: Shape) -> Candidates:
-    full = [(64, 128, 1, 4, 4, p) for p in (1, 2, 4, 8, 16)] + [(64, 256, 1, 4, 3, p) for p in (1, 2, 4)]
-    sliced = [(32, 128, 4, 4, 3, 1), (32, 128, 4, 4, 3, 2)] if shape[0] <= 16 else []
-    return named(CodesConfig, *full, (128, 128, 1, 8, 3, 2), (128, 128, 1, 8, 3, 4), *sliced)
+    sliced = ";32 128 4 4 3 1|2" if shape[0] <= 16 else ""
+    return tiles(CodesConfig, "64 128 1 4 4 1|2|4|8|16; 64 256 1 4 3 1|2|4; 128 128 1 8 3 2|4" + sliced)
 
 
 def tiles_of_pass(shape: Shape) -> Candidates:
     """With and without dB, which a tile forms while it has dz."""
-    r = shape[3]
-    sides = ((32, 64, 4, 1), (32, 64, 4, 3), (64, 64, 4, 1), (64, 64, 4, 3), (32, 128, 4, 1), (32, 128, 4, 3), (16, 256, 4, 1))
-    each = itertools.product(sides, (64, 128, 256, 512), (0, power_of_two(r)) if r <= 64 else (0,))
-    return named(ScaleConfig, *((m, n, rows, slab, *how) for (m, n, *how), rows, slab in each if rows >= m))
+    rest = f"64|128|256|512 {'0|wide' if shape[3] <= 64 else '0'} 4"
+    sides = "32 64 * 1; 32 64 * 3; 64 64 * 1; 64 64 * 3; 32 128 * 1; 32 128 * 3; 16 256 * 1"
+    return tiles(ScaleConfig, sides.replace("*", rest), shape)
 
 
 # Banks of adapters
@@ -272,100 +264,69 @@ def bank_norm(shape: Shape, device: str) -> Call:
     return Call(lambda: [lambda: dora_norm(i.W, i.A.detach(), i.B.detach(), s=i.s)], i.norm, 1e-5)
 
 
-def space(config: type, *tiles: tuple) -> Callable[[Shape], Candidates]:
-    return lambda shape: named(config, *tiles)
+def facade(place: str, shapes: Sequence[Shape], space: Any, call: Callable, **more: Any) -> Op:
+    """``space``: a function of the shape, or a config and the text of its tiles."""
+    return Op(f"fdora.triton.{place}", shapes, space if callable(space) else partial(tiles, *space), call, **more)
 
 
-DECODE = [(1, 8192, stages, 4, w) for stages in (2, 3, 4) for w in (4, 8)] + [(1, 4096, 4, 4, 8), (2, 4096, 4, 4, 8)]
-LOW = [
-    (64, 64, 64, 4, 4),
-    (64, 64, 64, 4, 6),
-    (64, 64, 128, 8, 3),
-    (64, 64, 256, 8, 3),
-    (64, 32, 128, 4, 4),
-    (128, 64, 64, 8, 8),
-]
-LOW += [(128, 64, 128, 8, 4), (128, 128, 64, 8, 6)]
-GRAD = [(64, 128, 32, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 32, 4, 5)]
-LOOK = [(area, chunks, 1) for area in (8192, 4096) for chunks in (32, 64)] + [(8192, 32, 3), (8192, 64, 3), (4096, 64, 4)]
-STRIPS = [(64, 64, stages, 4, 2) for stages in (3, 4, 5, 6)] + [(128, 64, stages, 8, 1) for stages in (4, 6, 8)]
-SCALES = [(64, 64, rows, 0, 4, 3) for rows in (128, 256, 512)] + [(32, 64, 256, 0, 4, 4), (64, 128, 256, 0, 8, 3)]
-
-FACADES = "fdora.triton"
-LAYERS = [(M, K, N, 16) for M in (64, 32, 16, 1) for K, N in WEIGHTS] + [
-    (M, K, N, 64) for M in (64, 16) for K, N in WEIGHTS[:3]
-]
-SMALLS = [
-    (M, K, N, 16)
-    for M in (16, 64)
-    for N, K in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (512, 512))
-]
-NORMS = [(24832, 8832, 8), (4096, 14336, 16), (4096, 14336, 64), (3840, 15360, 96), (4096, 14336, 192), (4096, 4096, 384)]
-ALL_NARROW = {f"{FACADES}.small.takes_narrow_tiles": True}
-PASSES = [
-    (4964, 896, 8064, 384),
-    (2354, 3072, 8192, 192),
-    (512, 768, 16000, 16),
-    (3779, 4096, 12288, 128),
-    (576, 4096, 2560, 16),
-]
-mixed = partial(bank, ranks=MIXED * 8, both=True)
+WEIGHTS = shapes("4096x4096,4096x14336,14336x4096,2304x22144,1024x10112")  # K, N
+LAYERS = [(M, *W, 16) for M in (64, 32, 16, 1) for W in WEIGHTS] + [(M, *W, 64) for M in (64, 16) for W in WEIGHTS[:3]]
+SMALLS = [(M, *W, 16) for M in (16, 64) for W in shapes("4096x1024,4096x4096,4096x14336,14336x4096,8192x8192,512x512")]
+NORMS = shapes("24832x8832x8,4096x14336x16,4096x14336x64,3840x15360x96,4096x14336x192,4096x4096x384")
+PASSES = shapes("4964x896x8064x384,2354x3072x8192x192,512x768x16000x16,3779x4096x12288x128,576x4096x2560x16")
+CODES = "128 128 32 ieee 8 3 0|1; 128 128 64 ieee 8 3 0|1; 128 256 64 ieee 8 3 0|1; 128 256 64 ieee 8 3 1|4 True;"
+CODES += "128 256 32,ieee,8,4|128,ieee,8,2 1|4 True; 256 128 64 ieee 8 3 1|4 True; 128 128 64 ieee 8 4 1|4 True"
+STRIPS = "64,64,wide,4,3|64,64,wide,4,4|128,64,wide,4,3|128,64,wide,8,3|64,128,wide,4,3 512|1024|2048"
+SIDES = "16,256|16,512|32,128|32,256|32,512|64,64|64,128|64,256|128,64|128,128 4,3|4,5|8,3|2,5"
+of_codes, mixed = partial(norm, codes=True), partial(bank, ranks=[8, 16, 64, 256] * 8, both=True)
+products = partial(linear, bare=True)
+NARROW = "fdora.triton.small.takes_narrow_tiles"
 OPS: dict[str, Op] = {
-    "norm": Op(f"{FACADES}.norm.norm_config", NORMS, tiles_of_norm, norm),
-    "norm_codes": Op(
-        f"{FACADES}.norm_codes.quant_config", [(4096, 14336, r) for r in (128, 384)], tiles_of_codes, partial(norm, codes=True)
-    ),
-    "norm_strips": Op(
-        f"{FACADES}.norm_codes.strip_config", [(4096, 14336, r) for r in (16, 64)], strips_of_codes, partial(norm, codes=True)
-    ),
-    "tree": Op(f"{FACADES}.tree_table.tree_config", [(4096, 14336, 1024, r) for r in (16, 64, 128, 384)], tiles_of_tree, tree),
-    "few": Op(
-        f"{FACADES}.small.takes_narrow_tiles",
-        LAYERS,
-        lambda _: {"small": True, "general": False},
-        linear,
-        bare=partial(linear, bare=True),
-    ),
-    "small": Op(f"{FACADES}.small.small_config", SMALLS, tiles_of_small, linear, ALL_NARROW, partial(linear, bare=True)),
-    "codes": Op(f"{FACADES}.small.small_codes_config", LAYERS, tiles_of_few_codes, partial(linear, codes=True)),
-    "pass": Op(
-        f"{FACADES}.scale.scale_config",
-        PASSES,
-        tiles_of_pass,
-        partial(linear, both=True),
-        bare=partial(linear, both=True, bare=True),
-    ),
-    "bank_norm": Op(f"{FACADES}.multi_norm.strip_config", BANKS, space(BankStripConfig, *STRIPS), bank_norm),
-    "bank_decode": Op(
-        f"{FACADES}.multi_small.room_config",
-        [(64, K, N) for _, K, N in BANKS],
-        space(RoomConfig, *DECODE),
+    "norm": facade("norm.norm_config", NORMS, tiles_of_norm, norm),
+    "norm_codes": facade("norm_codes.quant_config", shapes("4096x14336x128,4096x14336x384"), (QuantConfig, CODES), of_codes),
+    "norm_strips": facade("norm_codes.strip_config", shapes("4096x14336x16,4096x14336x64"), (StripConfig, STRIPS), of_codes),
+    "tree": facade("tree_table.tree_config", [(4096, 14336, 1024, r) for r in (16, 64, 128, 384)], tiles_of_tree, tree),
+    "few": Op(NARROW, LAYERS, lambda _: {"small": True, "general": False}, linear, bare=products),
+    "small": facade("small.small_config", SMALLS, (SmallConfig, SIDES), linear, fixed={NARROW: True}, bare=products),
+    "codes": facade("small.small_codes_config", LAYERS, tiles_of_few_codes, partial(linear, codes=True)),
+    "pass": facade("scale.scale_config", PASSES, tiles_of_pass, partial(linear, both=True), bare=partial(products, both=True)),
+    "bank_norm": facade("multi_norm.strip_config", BANKS, (BankStripConfig, "64 64 3|4|5|6 4 2; 128 64 4|6|8 8 1"), bank_norm),
+    "bank_decode": facade(
+        "multi_small.room_config",
+        [(64, *W) for _, *W in BANKS],
+        (RoomConfig, "1 8192 2|3|4 4 4|8; 1|2 4096 4 4 8"),
         partial(bank, ranks=[16] * 64, both=False),
     ),
-    "bank_low": Op(f"{FACADES}.multi_gemm.h_config", BANKS, space(HConfig, *LOW), mixed),
-    "bank_look": Op(f"{FACADES}.multi_rows.look_config", BANKS, space(LookConfig, *LOOK), mixed),
-    "bank_grad": Op(f"{FACADES}.multi_bwd.grad_config", BANKS, space(GradConfig, *GRAD), mixed),
-    "bank_scale": Op(f"{FACADES}.multi_bwd.scale_config", BANKS, space(ScaleConfig, *SCALES), mixed),
-    "bank_tile": Op(
-        f"{FACADES}.multi_gemm.bank_config",
+    "bank_low": facade(
+        "multi_gemm.h_config",
         BANKS,
-        lambda _: named(GemmConfig, *TILES),
+        (HConfig, "64 64 64 4 4|6; 64 64 128|256 8 3; 64 32 128 4 4; 128 64 64,8,8|128,8,4; 128 128 64 8 6"),
+        mixed,
+    ),
+    "bank_look": facade("multi_rows.look_config", BANKS, (LookConfig, "8192|4096 32|64 1; 8192 32|64 3; 4096 64 4"), mixed),
+    "bank_grad": facade(
+        "multi_bwd.grad_config", BANKS, (GradConfig, "64 128 32,4,4|64,4,3; 64,256|128,128 64 8 3; 64 128 32 4 5"), mixed
+    ),
+    "bank_scale": facade(
+        "multi_bwd.scale_config",
+        BANKS,
+        (ScaleConfig, "64 64 128|256|512 0 4 3; 32 64 256 0 4 4; 64 128 256 0 8 3"),
+        mixed,
+    ),
+    "bank_tile": facade(
+        "multi_gemm.bank_config",
+        BANKS,
+        lambda _: {" ".join(map(str, tile)): tile for tile in TILES},
         partial(bank, ranks=[16] * 32, both=False),
     ),
 }
-BACKWARD = ("few", "small", "codes")  # which have a search for each direction
-for _name in BACKWARD:
+for _name in ("few", "small", "codes"):  # which have a search for each direction
     _op = OPS[_name]
-    _of = {"call": partial(_op.call, both=True)} | ({"bare": partial(_op.bare, both=True)} if _op.bare else {})
-    OPS[f"{_name}_both"] = _op._replace(**_of)
-for _forward in (True, False):
-    OPS["product" if _forward else "product_back"] = Op(
-        f"{FACADES}.product.product_way",
-        (),
-        partial(ways_of_product, forward=_forward),
-        partial(product, forward=_forward),
-        bare=partial(product, forward=_forward, way="bare"),
-    )
+    _bare = {"bare": partial(_op.bare, both=True)} if _op.bare else {}
+    OPS[f"{_name}_both"] = _op._replace(call=partial(_op.call, both=True), **_bare)
+for _name, _forward in (("product", True), ("product_back", False)):
+    _space, _call = (partial(each, forward=_forward) for each in (ways_of_product, product))
+    OPS[_name] = facade("product.product_way", (), _space, _call, bare=partial(_call, way="bare"))
 OPS["product_every"] = OPS["product"]._replace(space=every_tile)
 
 
