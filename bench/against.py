@@ -155,7 +155,7 @@ def worker(device: str) -> None:
     for line in sys.stdin:
         said, failed = json.loads(line), Failures()
         if "names" in said:
-            answer: Any = {"names": list(known), "fdora": fdora.__file__}
+            answer = {"names": list(known), "fdora": fdora.__file__}
         elif "make" in said:
             torch.manual_seed(0)
             made = failed.attempt(["error"], lambda _, name=said["make"]: prepare(device, known[name]))
@@ -229,7 +229,7 @@ def compared(here: Checkout, there: Checkout, name: str, runs: int) -> dict[str,
     if "error" in mine or "error" in other:
         return {"case": name, "error": [mine.get("error"), other.get("error")]}
     count = max(1, min(200, int(8 / max(0.02, here.ask(count=2)))))
-    times: list[tuple[float, float]] = []
+    times = []
     for i in range(runs):
         first, second = (here, there) if i % 2 else (there, here)
         pair = first.ask(count=count), second.ask(count=count)
@@ -274,9 +274,7 @@ OPTIONS = {
     "--jobs": (0, "processes of each checkout that compile ahead"),
 }
 
+if __name__ == "__main__" and "--worker" in sys.argv:
+    sys.exit(worker(sys.argv[-1]))
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf)
-
-
-if __name__ == "__main__":
-    worker(sys.argv[-1]) if "--worker" in sys.argv else main()
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf)

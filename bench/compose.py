@@ -54,8 +54,4 @@ def measure(run):
         run.add(case(*shape, delta, device, run.options.runs, run.facts))
 
 
-main = Suite(__doc__, measure, runs=9)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, runs=9)

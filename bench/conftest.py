@@ -40,7 +40,7 @@ class Clock:
 
 CLOCK = Clock()
 START = time.perf_counter()
-ANCHOR: list[torch.cuda.CUDAGraph] = []
+ANCHOR = []
 
 
 def pytest_addoption(parser):

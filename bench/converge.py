@@ -2,7 +2,7 @@
 
     python -m bench.converge --device cuda --json FILE
     python -m bench.converge --device cuda --seeds 0 --optimizers muon --json FILE
-    python -m bench.converge --device cuda --full --json FILE    # beside them full DoRA, with gradients through the norm
+    python -m bench.converge --ways peft,fdora,float32,full      # beside them full DoRA, with gradients through the norm
     python -m bench.converge --ways fdora,full --json FILE       # these two alone: does full DoRA train better?
 
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
@@ -32,7 +32,7 @@ from bench import decoder
 from bench.decoder import LINEARS
 from bench.rivals import paths
 from bench.suite import One, Run, Some, Suite
-from bench.table import line, table
+from bench.table import columns, line
 
 WAYS = ("peft", "fdora", "float32")
 FULL = "full"  # fdora with detach=False
@@ -133,7 +133,7 @@ def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim == 2] if kind == "muon" else []
     vectors = [p for p in trained if not any(p is each for each in matrices)]
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(vectors, lr=LR, weight_decay=0.01, fused=True)]
+    found = [torch.optim.AdamW(vectors, lr=LR, weight_decay=0.01, fused=True)]
     if matrices:
         found.append(torch.optim.Muon(matrices, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found
@@ -141,7 +141,7 @@ def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], options) -> dict:
     data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
-    row: dict = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}}
+    row = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}}
     losses = {}
     pairs = [(a, b) for a, b in (*PAIRS, (FULL, "fdora")) if {a, b} <= set(options.ways)]
     for way in options.ways:
@@ -165,14 +165,12 @@ def markdown(rows: list[dict]) -> str:
     """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)"""
     ways = list(rows[0]["held_out"]) if rows else WAYS
     pairs = list(rows[0]["difference"]) if rows else [f"{a}, {b}" for a, b in PAIRS]
-    head = ["seed", "optimizer", *(f"{pair.replace(', ', ' - ')}: mean / worst" for pair in pairs), "held out before"]
-    head += [f"{way} after" for way in ways]
-    lines = []
-    for row in rows:
-        apart = [f"{row['difference'][pair]['mean']:.1e} / {row['difference'][pair]['worst']:.1e}" for pair in pairs]
-        after, before = [f"{row['held_out'][way]:.4f}" for way in ways], row["held_out_before"]
-        lines.append([row["seed"], row["optimizer"], *apart, f"{before.get('float32', before[ways[0]]):.4f}", *after])
-    return table(head, lines)
+    apart = "{difference[*][mean]:.1e} / {difference[*][worst]:.1e}"
+    said = {"seed": "{seed}", "optimizer": "{optimizer}"}
+    said |= {f"{pair.replace(', ', ' - ')}: mean / worst": apart.replace("*", pair) for pair in pairs}
+    before = "float32" if "float32" in ways else ways[0]
+    said |= {"held out before": f"{{held_out_before[{before}]:.4f}}"}
+    return columns(rows, said | {f"{way} after": f"{{held_out[{way}]:.4f}}" for way in ways})
 
 
 def worse(row: dict) -> bool:
@@ -195,13 +193,8 @@ OPTIONS = {
     "--optimizers": Some(("adamw", "muon"), ["adamw", "muon"]),
     "--adapter": One(DTYPES, "fp32"),
     "--tiny": False,
-    "--full": (False, "also full DoRA: gradients through the norm"),
-    "--ways": (Some((*WAYS, FULL), ()), f"some of {', '.join((*WAYS, FULL))}"),
+    "--ways": (Some((*WAYS, FULL), WAYS), f"some of {', '.join((*WAYS, FULL))}"),
 }
-
-
-def check(parser, options):
-    options.ways = options.ways or [*WAYS, *([FULL] if options.full else [])]
 
 
 def measure(run: Run) -> None:
@@ -230,17 +223,10 @@ def judged(run: Run) -> None:
 
 
 main = Suite(
-    __doc__,
     measure,
     OPTIONS,
     seconds=math.inf,
-    check=check,
     quick={"seeds": [0], "steps": 200, "pretrain": 200},
     show=lambda found: markdown(found["rows"]),
     judge=judged,
 )
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()

@@ -141,9 +141,9 @@ class Bench:
 
     def __init__(self, run: Run):
         self.run, self.options = run, run.options
-        self.base: nn.Module | None = None
-        self.ways: dict[str, Trained] = {}
-        self.built: tuple = ()
+        self.base = None
+        self.ways = {}
+        self.built = ()
         run.set(tiny=self.options.tiny, errors={}, paths={}, failed=run.failed)
 
     def build(self, case: Case) -> None:
@@ -259,9 +259,4 @@ def judged(run: Run) -> None:
     judge(shares, MOST, run.failed, left(run.result["paths"], run.options))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench import group
 from bench.converge import TARGET
@@ -151,7 +151,7 @@ def of_quantised(found: dict) -> Iterator[Contest]:
     for row in found.get("norms", []):
         yield Contest("{N} x {K}, {r}".format(**row), {"norm of NF4 codes: {}": row["ms"]}, pairs)
     for mode, ways in pivot(found["rows"] if "whole" in found else [], lambda row: row["mode"]).items():
-        fields: dict[str, Any] = {
+        fields = {
             f"NF4 decoder layer, {field}: {{}}": {way: row[field] for way, row in ways.items() if field in row}
             for field in ("ms", "gpu_ms", "peak_mb")
         }
@@ -172,7 +172,7 @@ def of_full(found: dict) -> Iterator[Contest]:
 
 
 # By how the name of a run begins, up to its first "_".
-FAMILIES: dict[str, Callable[[dict], Iterator[Contest]]] = {
+FAMILIES = {
     "layer": of_layers,
     "layers12": of_layers12,
     "model": lambda found: beside_peft(found["rows"], {unit: f"model{extra}" for unit, extra in UNITS.items()}),
@@ -191,7 +191,7 @@ FAMILIES: dict[str, Callable[[dict], Iterator[Contest]]] = {
 
 
 def losses() -> str:
-    groups: dict[tuple, list[Duel]] = {}
+    groups = {}
     for name in names():
         family = FAMILIES.get(name.split("/")[1].split("_")[0])
         for duel in duels(family(result(name))) if family else ():

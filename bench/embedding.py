@@ -128,8 +128,4 @@ def measure(run):
             run.add(*conv_rows(*shape, options.device, options.runs))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9)

@@ -51,7 +51,7 @@ TOLERANCE = 1e-2
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
-    kept: dict[str, float] = {}
+    kept = {}
 
     def measured(name: str, way: Way) -> None:
         way.both()
@@ -83,7 +83,7 @@ def norms(model: str, r: int, options) -> list[dict]:
     i = Case.random(model, 8, r, ADAPTERS[options.adapter], options.device).up
     stacks = [list(t.unbind()) for t in (i.W, i.A, i.B, i.m)]
     params = list(zip(*stacks[1:], strict=True))
-    fns: dict[str, Callable[[], object]] = {
+    fns = {
         "loop": lambda: torch.stack([dora_norm(w, a, b, s=S) for w, a, b, _ in zip(*stacks, strict=True)]),
         "tree": lambda: dora_norm_tree(stacks[0], params, s=S),
         "fdora": lambda: dora_norm(i.W, i.A, i.B, s=S),
@@ -95,7 +95,7 @@ def norms(model: str, r: int, options) -> list[dict]:
 
 
 def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
-    found: list[tuple[str, Callable[[], list[dict]]]] = []
+    found = []
     for model in options.models:
         for r in options.r:
             for T in options.T:
@@ -123,8 +123,4 @@ def measure(suite):
     suite.end(*OURS, "layer", "mlp", "norm")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, quick={"T": [4096], "r": [16], "runs": 3})
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, quick={"T": [4096], "r": [16], "runs": 3})

@@ -33,7 +33,7 @@ def described(where: dict) -> str:
 
 def converged() -> dict[tuple[str, str], list[dict]]:
     """The rows of all ``converge*`` files by machine and settings: seeds and optimizers may come in slices."""
-    found: dict[tuple[str, str], list[dict]] = {}
+    found = {}
     for name in names("converge"):
         run = result(name)
         rows = found.setdefault((name.split("/")[0], described(run["settings"])), [])
@@ -113,7 +113,7 @@ def sweep(axes, panel: tuple[str, str]) -> None:
 
 def loss_panels() -> list[tuple]:
     """Losses, means over the seeds; and absolute differences, means over the seeds and over WINDOW of the losses kept."""
-    panels: list[tuple] = []
+    panels = []
     for (where, settings), rows in converged().items():
         for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
             seeds = [row["loss"] for row in rows if row["optimizer"] == optimizer]

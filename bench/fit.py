@@ -269,8 +269,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))

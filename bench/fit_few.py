@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 def pairs(results):
-    times: dict[tuple, dict[str, float]] = {}
+    times = {}
     for number, result in enumerate(results):
         for row in result["rows"]:
             both = "_both" if row.get("op") == "few_both" else ""
@@ -101,8 +101,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))

@@ -107,8 +107,4 @@ def measure(run: Run) -> None:
         run.add(*rows_of(M, K, N, options.r, scale, options))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=5)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=5)

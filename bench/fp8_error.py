@@ -65,8 +65,4 @@ def measure(run):
     run.set(sizes=sizes)
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None)

@@ -51,7 +51,7 @@ def kernels_of(i: Inputs) -> None:
 def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: bool = False) -> list[dict]:
     M, K, N, r = shape
     i = Inputs.random(M, K, N, r, torch.bfloat16, device)
-    apart: dict[bool, float] = {}
+    apart = {}
     for detach in (True, False):
         apart[detach] = max(map(rel_l2, step(i, detach, False), truth(i, detach).values()))
         assert apart[detach] <= MOST_APART, f"{shape}, detach={detach}: {apart[detach]:.1e} from float64"
@@ -78,8 +78,4 @@ def measure(run):
         run.add(*rows_of(shape, options.device, options.runs, options.kernels))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9)

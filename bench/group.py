@@ -235,7 +235,6 @@ def measure(run):
 
 
 main = Suite(
-    __doc__,
     measure,
     OPTIONS,
     runs=9,
@@ -243,7 +242,3 @@ main = Suite(
     quick={"models": ["llama8b"], "parts": ["qkv", "mlp"], "M": [4096, 512], "r": [16, 64], "runs": 5},
     ahead=ahead,
 )
-
-
-if __name__ == "__main__":
-    main()

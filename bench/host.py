@@ -93,8 +93,4 @@ def measure(run):
         run.add(*first_call(sizes, options.device), part="first_call")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=31)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=31)

@@ -118,7 +118,7 @@ def alone(way: Way) -> dict[str, float]:
 def calls(way: Way) -> tuple[int, int, int]:
     """Of Python functions and of C functions in one forward, and the files of fdora among them."""
     counts = {"call": 0, "c_call": 0}
-    files: set[str] = set()
+    files = set()
 
     def count(frame, event, argument):
         if event in counts:
@@ -165,8 +165,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS)

@@ -57,7 +57,7 @@ def one_run(ways: dict[str, Way], options) -> dict[str, dict[str, float]]:
 
 def excess(run: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Beyond the frozen model, and as a share of LoRA's."""
-    found: dict[str, dict[str, float]] = {}
+    found = {}
     if "frozen" not in run:
         return found
     for way in [way for way in run if way != "frozen"]:
@@ -122,9 +122,4 @@ def markdown(runs: list[dict], order: list[str]) -> str:
     return table(head, lines)
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=3, judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=3, judge=judged)

@@ -162,9 +162,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=5, world=1, ahead=jobs_pipeline.ahead)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=5, world=1, ahead=jobs_pipeline.ahead)

@@ -26,7 +26,7 @@ def tasks_of(actions: Sequence[str]) -> list[Task]:
 
 def of_run(name: str) -> dict[str, float]:
     result = records.result(name)
-    options = jobs.parse(result["about"]["arguments"].split())
+    options = jobs.main.parse(result["about"]["arguments"].split())
     bubble = result["bubble"]
     return bubbles(
         plan_of(lengths_of(options), options), tasks_of(bubble["actions"]), bubble["measured_seconds"], result["world"]
@@ -40,8 +40,4 @@ def measure(run: Run) -> None:
 OPTIONS = {"run": dict(nargs="?", default="h200/jobs_pipeline", help="of bench.jobs --world (default: %(default)s)")}
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None)

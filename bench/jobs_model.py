@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
-from fdora.functional import DoraParams, dora_init, dora_stack
+from fdora.functional import dora_init, dora_stack
 from fdora.jobs.causal.banks import Layer, adapted, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends
@@ -170,7 +170,7 @@ class Jobs:
         self.tokens = sum(n for batches in self.lengths for batch in batches for n in batch)
         self.model = decoder(options.layers, self.sizes, self.dtype, self.device)
         draw = torch.Generator(self.device).manual_seed(1)
-        self.starts: dict[str, list[DoraParams]] = {}
+        self.starts = {}
         for n in range(options.layers):
             for name in LINEARS:
                 W = self.model.layers[n][name].weight

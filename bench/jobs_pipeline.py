@@ -46,7 +46,7 @@ def message_of(tasks: Sequence[Task]) -> float:
     """From the end of an action to the start of what waited for it, on a device that had nothing else to do."""
     ends = {task.action: task.end for task in tasks}
     waits = []
-    free: dict[int, float] = {}
+    free = {}
     for device, action, start, end in sorted(tasks, key=lambda task: task.start):
         sender = ends.get(action._replace(stage=action.stage + (1 if action.backward else -1)))
         if sender is not None and sender > free.get(device, 0.0):

@@ -49,7 +49,7 @@ def middle_block(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
 
 def by_name(kernels: Sequence[Kernel], layers: float) -> list[Kernel]:
     """The time that one layer spends in the kernels of each name, the longest first."""
-    total: dict[str, float] = {}
+    total = {}
     for kernel in kernels:
         total[kernel.name] = total.get(kernel.name, 0.0) + kernel.us / layers
     return [Kernel(*each) for each in sorted(total.items(), key=lambda each: -each[1])]

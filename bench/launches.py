@@ -110,8 +110,4 @@ def measure(run):
     print(table(["piece", "us"], run.result["us"].items()))
 
 
-main = Suite(__doc__, measure, device="cuda", runs=15)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, device="cuda", runs=15)

@@ -53,7 +53,7 @@ MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 def truths(i: Inputs, W: Tensor) -> dict[str, Truth]:
     """For each formula; of a quantised layer W is what its codes say."""
     x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-    kinds: dict[str, tuple[Tensor | None, float]] = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
+    kinds = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
     return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
 
 
@@ -73,7 +73,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
     truth = truths(i, i.W)
-    peak: dict[str, float] = {}
+    peak = {}
 
     def measured(name: str, way: Way) -> None:
         if way.both:
@@ -123,9 +123,9 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def summarize(rows: list[dict]) -> dict:
-    means: dict = {}
+    means = {}
     for mode, norm in MODES:
-        values: dict = {}
+        values = {}
         for row in rows:
             if (row["mode"], row["norm"]) == (mode, norm):
                 for pair, ratio in row["ratio"].items():
@@ -145,7 +145,7 @@ def summarize(rows: list[dict]) -> dict:
 
 def wrong(rows: list[dict]) -> list[str]:
     """Ways beyond the tolerance, with the worst error of each kind."""
-    worst: dict[tuple[str, str], list[float]] = {}
+    worst = {}
     for row in rows:
         for name, found in row["error"].items():
             for key, error in found.items():
@@ -196,8 +196,4 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, check=check)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, check=check)

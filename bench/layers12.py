@@ -121,8 +121,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, quick={"layers": 4, "runs": 3}, judge=judged)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, quick={"layers": 4, "runs": 3}, judge=judged)

@@ -82,8 +82,4 @@ OPTIONS = {
     "--warmup": (False, "fdora.warmup before the first step"),
 }
 
-main = Suite(__doc__, measure, OPTIONS, judge=judged)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, judge=judged)

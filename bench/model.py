@@ -36,7 +36,7 @@ from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, 
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
-ARCHITECTURES: dict[str, tuple[str, dict]] = decoder.SIZES["causal"]
+ARCHITECTURES = decoder.SIZES["causal"]
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
@@ -330,7 +330,7 @@ def exponents(rows: list[dict], over: str) -> dict[str, dict]:
 
     ``upper`` is the same of the larger half of the sizes: at small ones the launches weigh, and what does not grow.
     """
-    found: dict = {}
+    found = {}
     for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in rows):
         points = sorted((row for row in rows if (row["mode"], row["way"]) == (mode, way)), key=lambda row: row[over])
         if len(points) > 1:
@@ -400,9 +400,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, decoder.left(run.result["paths"], run.options))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, check=check, quick={"runs": 3}, show=shown, judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, check=check, quick={"runs": 3}, show=shown, judge=judged)

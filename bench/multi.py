@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
@@ -126,7 +125,7 @@ def norms(K: int, N: int, G: int, r: int, options) -> list[dict]:
     """All norms of a bank at once, one of them, and one after the other."""
     i = Bank.random(8, K, N, [r] * G, ADAPTERS[options.adapter], options.device)
     W, A, B = i.W, i.A.detach(), i.B.detach()
-    fns: dict[str, Callable[[], Tensor]] = {
+    fns = {
         "one": lambda: dora_norm(W, A[0], B[0], s=S),
         "loop": lambda: torch.stack([dora_norm(W, A[g], B[g], s=S) for g in range(G)]),
         "multi": lambda: dora_norm(W, A, B, s=i.s),
@@ -215,8 +214,4 @@ def measure(run):
     run.end("one", "loop", "multi", "train", "serve", "decode", "norm")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, quick={"G": [4, 32], "runs": 3}, ahead=ahead)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, quick={"G": [4, 32], "runs": 3}, ahead=ahead)

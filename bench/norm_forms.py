@@ -59,8 +59,4 @@ def measure(run):
         run.add(*rows_of(*shape, dtype, device, run.options.runs, run.facts))
 
 
-main = Suite(__doc__, measure, runs=9)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, runs=9)

@@ -74,8 +74,4 @@ def measure(run):
         run.add(*case(model, options.layers, r, options.device, speed))
 
 
-main = Suite(__doc__, measure, OPTIONS)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS)

@@ -227,8 +227,4 @@ def check(parser, options) -> None:
         parser.error("--runs must be at least 1")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, world=2, check=check, judge=judge)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, world=2, check=check, judge=judge)

@@ -92,7 +92,7 @@ def size(tensors: Iterable[Any]) -> int:
 
 def by_counters(step: Step) -> dict[str, int]:
     """The second step of a GPU, by the allocator's counters."""
-    found: dict[str, int] = {}
+    found = {}
     torch.cuda.synchronize()
     before = found["before"] = torch.cuda.memory_allocated()
 
@@ -177,9 +177,4 @@ def measure_all(run: Run) -> None:
         free(run.options.device)
 
 
-main = Suite(__doc__, measure_all, OPTIONS, runs=3, seconds=math.inf, check=check, judge=lambda run: run.end(""))
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure_all, OPTIONS, runs=3, seconds=math.inf, check=check, judge=lambda run: run.end(""))

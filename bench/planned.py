@@ -48,8 +48,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None, show=show)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None, show=show)

@@ -25,7 +25,7 @@ def run_in_processes(world: int, device: str, fn: Callable[..., None], *argument
 
 
 def member(rank: int, world: int, device: str, address: str, fn: Callable[..., None], arguments: tuple) -> None:
-    given: dict[str, Any] = {}
+    given = {}
     if device == "cpu":
         torch.set_num_threads(1)
     else:

@@ -66,7 +66,7 @@ def plans_named(device: str) -> Iterator[list[Step]]:
     except ImportError:  # no Triton: plain torch has no plans
         yield []
         return
-    steps: list[Step] = []
+    steps = []
     stock = walk._run, walk._walk
     inside = False
 
@@ -92,7 +92,7 @@ def plans_named(device: str) -> Iterator[list[Step]]:
 @contextmanager
 def blocks_named(blocks: dict[str, nn.Module], device: str) -> Iterator[None]:
     """The forward of each is a range. Hooks on the layers inside would keep them from what they do together."""
-    open_ranges: list[Any] = []
+    open_ranges = []
 
     def before(module: nn.Module, args: Any, name: str) -> None:
         open_ranges.append(named(name, device))
@@ -112,7 +112,7 @@ def blocks_named(blocks: dict[str, nn.Module], device: str) -> Iterator[None]:
 
 def costed(kernels: Iterable[Ran], steps: Sequence[Step]) -> list[Ran]:
     """Kernels of ours with the cost of their step: the n-th of a name is the n-th step of that name."""
-    left: dict[str, deque[Step]] = defaultdict(deque)
+    left = defaultdict(deque)
     for step in steps:
         left[step.what].append(step)
     found = []
@@ -137,7 +137,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 def all_of(seen: Any, itemsize: int, device: str) -> list[Ran]:
     """In order; a product of torch's with the cost of its shapes. Without a GPU operations, with their own time."""
     events, kernels = seen.events(), kernels_of(seen.events(), device)
-    costs: dict[tuple[str, float], deque] = defaultdict(deque)
+    costs = defaultdict(deque)
     for event in events if device != "cpu" else ():
         if event.name in PRODUCTS and len(event.kernels) == 1:  # several: a split sum, of which no part is the whole
             kernel = event.kernels[0]
@@ -147,7 +147,7 @@ def all_of(seen: Any, itemsize: int, device: str) -> list[Ran]:
 
 def grouped(kernels: Sequence[Ran], rates: dict[str, float]) -> list[dict[str, Any]]:
     """A row for each kernel of each plan, the longest first."""
-    rows: dict[tuple[str, str], list[Ran]] = defaultdict(list)
+    rows = defaultdict(list)
     for ran in kernels:
         rows[ran.plan, ran.name].append(ran)
     found = []
@@ -203,7 +203,7 @@ def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     from bench import vit
 
     given = ["--tiny", "--dtype=bf16"] if options.device == "cpu" else []
-    o = vit.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    o = vit.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
     values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
     run = vit.Compared(options.way or "peft_fdora_fused", base, values)
@@ -216,7 +216,7 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     from bench import model
 
     given = ["--tiny", "--seq=32", "--loss-tokens=8"] if options.device == "cpu" else []
-    o = model.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    o = model.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = model.network(o, o.layers)
     values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
     run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens)
@@ -247,9 +247,4 @@ def measure(run: Run) -> None:
     (options.out / "kernels.md").write_text(markdown(run.result["rows"]) + "\n")
 
 
-main = Suite(__doc__, measure, OPTIONS, show=lambda result: markdown(result["rows"]))
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, show=lambda result: markdown(result["rows"]))

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from bench.clock import capture, medians, once, replay_ms, synchronize, wall_timer
 from bench.processes import run_in_processes
-from bench.suite import about, command
+from bench.save import save
+from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.jobs.plan.work import attention, linear
 from fdora.jobs.plan.work import rms_norm as rms_norm_work
@@ -171,14 +172,19 @@ def linked(options) -> dict[str, float]:
         return json.loads(Path(out).read_text())
 
 
-def main(argv=None):
-    parser = command(__doc__, runs=9)
-    parser.add_argument("--gpu", required=True, help="its name in fdora.predict.GPUS")
-    parser.add_argument("--world", type=int, default=1, help="GPUs whose links are measured")
-    parser.add_argument("--warm", type=float, default=0.7, help="seconds of the same work before it is timed")
-    parser.add_argument("--small", type=int, default=1, help="divides the sizes, for a smoke test")
-    options = parser.parse_args(argv)
-    earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+OPTIONS = {
+    "--gpu": dict(required=True, help="its name in fdora.predict.GPUS"),
+    "--world": (1, "GPUs whose links are measured"),
+    "--warm": (0.7, "seconds of the same work before it is timed"),
+    "--small": (1, "divides the sizes, for a smoke test"),
+}
+
+
+def measure(run):
+    """What is written is data that fdora reads, not a measurement for a page."""
+    options, path = run.options, run.options.json
+    options.json = None
+    earlier = json.loads(path.read_text()) if path and path.exists() else {}
     found = earlier.get("profile", {}) if earlier.get("gpu") == options.gpu else {}
     torch.manual_seed(0)
     if options.world > 1:
@@ -186,13 +192,9 @@ def main(argv=None):
     else:
         found |= rates(options.device, options.runs, options.small, options.warm) | host(options.device, options.runs)
     memory = torch.cuda.get_device_properties(0).total_memory if options.device != "cpu" else 0
-    facts = about(options.device, options.commit, argv)
     found = {name: float(f"{value:.4g}") for name, value in found.items()}
-    if options.json:  # data that fdora reads, not a measurement for a page
-        text = json.dumps({"about": facts, "gpu": options.gpu, "memory": memory, "profile": found}, indent=1)
-        options.json.write_text(text + "\n")
+    save(path, {"about": run.facts, "gpu": options.gpu, "memory": memory, "profile": found})
     print(json.dumps(found, indent=1))
 
 
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9)

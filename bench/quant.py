@@ -62,7 +62,7 @@ class Quantised:
         self.i = Inputs.random(M, K, N, r, BF16, device)
         self.weight = bnb.nn.Params4bit(self.i.W, requires_grad=False, compress_statistics=True, quant_type="nf4")
         self.weight = self.weight.to(device)
-        self.qw: QuantWeight = from_bnb(self.weight)
+        self.qw = from_bnb(self.weight)
         self.i.W = self.qw.dequantize(BF16)
         self.i.norm = dora_norm(self.qw, self.i.A, self.i.B, s=S, backend="eager").detach()
         with torch.no_grad():
@@ -115,7 +115,7 @@ def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.N
     case, device = Quantised(1, K, N, r, options.device), options.device
     i, qw = case.i, case.qw
     A, B = i.A.detach(), i.B.detach()
-    fns: dict[str, Callable[[], object]] = {
+    fns = {
         "codes": partial(dora_norm, qw, A, B, s=S),
         "dense": partial(dora_norm, i.W, A, B, s=S),
         "decode": partial(bnb.functional.dequantize_4bit, case.weight.data, case.weight.quant_state),
@@ -174,7 +174,7 @@ PAIRS = (
 
 def summarize(rows: list[dict], norms: list[dict]) -> dict:
     """Geometric means, where fdora is dearer than QLoRA, and the norms' ratios."""
-    found: dict = {}
+    found = {}
     for mode, (few, least, most) in product(("fwd", "both"), ((False, 512, math.inf), (True, 0, 511))):
         mine = [row["ms"] for row in rows if row["mode"] == mode and least <= row["M"] <= most]
         for a, b in PAIRS:
@@ -255,8 +255,4 @@ def measure(run: Run) -> None:
     run.end("fdora")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))

@@ -130,8 +130,4 @@ OPTIONS = {
 }
 
 
-main = Suite(__doc__, measure, OPTIONS)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS)

@@ -26,7 +26,7 @@ from bench.decoder import adapters
 from bench.rivals import paths
 from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs
 from bench.suite import One, Run, Some, Suite
-from bench.table import table
+from bench.table import columns, table
 from tests.memory import peak_bytes
 
 WAYS = {"qlora": "peft_lora", "qdora": "peft_dora", "use_fdora": "use_fdora", "use_fdora_fused": "use_fdora_fused"}
@@ -82,12 +82,13 @@ OPTIONS = {
 }
 
 
+COLUMNS = {"mode": "{mode}", "way": "{way}", "wall ms": "{ms}", "GPU ms": "{gpu_ms}", "peak MB": "{peak_mb}"}
+
+
 def markdown(result: dict) -> str:
-    head = ["mode", "way", "wall ms", "GPU ms", "peak MB"]
-    rows = table(head, [[row.get(k, "") for k in ("mode", "way", "ms", "gpu_ms", "peak_mb")] for row in result["rows"]])
     parts = list(next(iter(result["whole"].values())))
     sums = table(["a whole model, GB", *parts], [[way, *each.values()] for way, each in result["whole"].items()])
-    return f"{rows}\n\n{sums}"
+    return f"{columns(result['rows'], COLUMNS)}\n\n{sums}"
 
 
 def measure(run: Run) -> None:
@@ -123,8 +124,4 @@ def measure(run: Run) -> None:
     run.set(whole={name: whole(options, run.result["packed_bytes"], count, peak) for name, peak in steps.items()})
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))

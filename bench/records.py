@@ -12,12 +12,13 @@ beside its rows has the name of its ``part`` and, where it is a tree, the path `
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from bench.save import replace
 
 RESULTS = Path(__file__).parent / "results"
 # What says which case a row is of. All else in a row was measured.
@@ -81,7 +82,7 @@ def tree_lines(part: str, at: list[str], tree: dict[str, Any]) -> Iterator[dict]
 def result_of(lines: list[dict]) -> dict[str, Any]:
     """What `lines_of` made them of; the order of the keys may be another."""
     head, *records = lines
-    result: dict[str, Any] = {"about": head["about"]} if head["about"] else {}
+    result = {"about": head["about"]} if head["about"] else {}
     result |= head["settings"]
     for part, shape in head["parts"].items():
         mine = [each for each in records if each.get("part", "rows") == part]
@@ -95,7 +96,7 @@ def rows_of(records: Iterable[dict]) -> list[dict]:
 
 def cases_of(records: Iterable[dict]) -> list[dict]:
     """A row for each case; a metric of its ways is by way."""
-    rows: list[dict] = []
+    rows = []
     for case, same in groupby(records, key=lambda x: x["case"]):
         for x in same:
             if "way" not in x or not rows or rows[-1].keys() < case.keys() or any(rows[-1][k] != v for k, v in case.items()):
@@ -109,7 +110,7 @@ def cases_of(records: Iterable[dict]) -> list[dict]:
 
 
 def tree_of(records: Iterable[dict]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+    tree = {}
     for x in records:
         branch = tree
         for key in x["at"]:
@@ -120,7 +121,7 @@ def tree_of(records: Iterable[dict]) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, list[dict]]:
     """The lines of each run of a file, by its name."""
-    runs: dict[str, list[dict]] = {}
+    runs = {}
     for text in path.read_text().splitlines():
         line = json.loads(text)
         if "run" in line:
@@ -130,11 +131,7 @@ def read(path: Path) -> dict[str, list[dict]]:
 
 
 def write(path: Path, runs: dict[str, list[dict]]) -> None:
-    """Whole or not at all, whenever it is stopped."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for lines in runs.values() for line in lines))
-    os.replace(beside, path)
+    replace(path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for lines in runs.values() for line in lines))
 
 
 def save(path: Path | None, result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import argparse
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ def commit_of(found: dict) -> str:
 
 
 def picture() -> str:
-    groups: dict[str, dict] = {}
+    groups = {}
     for group, label, *_ in STEP:
         if not label.startswith("LoRA"):
             groups.setdefault(group, {})[label] = [over_lora(label, field) for field in (0, 1)]
@@ -608,7 +608,7 @@ def full() -> list[str]:
 def the_host() -> list[str]:
     parts = [f"16 tokens, 512 x 512: H100: {host('h100')}; H200: {host('h200')}."]
     found = {name: result(name) for name in names("launches")}
-    pieces: dict[tuple, dict] = {}
+    pieces = {}
     for name, each in found.items():
         for piece, us in each["us"].items():
             pieces.setdefault((piece,), {})[f"{name}, commit {commit_of(each)}"] = us
@@ -632,7 +632,7 @@ def layer_section() -> list[str]:
 
 
 # A section: how the names of its runs begin (it stands where there are some), and what writes it.
-SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[], list[str]]]] = {
+SECTIONS = {
     "Where fdora loses": (("",), lambda: [losses()]),
     "One layer": (("layer_",), layer_section),
     "The norm": (("norm",), norms),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from bench.table import table
@@ -60,7 +59,7 @@ def fit(result: dict) -> str:
     return f"{FIT}\n\n{table([*found[0]], [[*each.values()] for each in found])}"
 
 
-KINDS: dict[str, Callable[[dict], str]] = {
+KINDS = {
     "shapes": shapes,
     "few": partial(in_us, FEW, FEW_COLUMNS),
     "passes": partial(in_us, PASSES, PASSES_COLUMNS),

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +95,7 @@ def adapted(
             model = get_peft_model(model, config, autocast_adapter_dtype=False)
     leaves = fill_all(model, values, dora, "" if task is None else "base_model.model.")
     if "fdora" in way:
-        mode: dict[str, Any] = {"dropout_mode": "lora"} if "lora_dropout" in way else {}
+        mode = {"dropout_mode": "lora"} if "lora_dropout" in way else {}
         use_fdora(model, fuse="fused" in way, norms_on_shards="shards" in way, **mode)
     return model.train(), leaves
 

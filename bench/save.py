@@ -7,9 +7,13 @@ import os
 from pathlib import Path
 
 
+def replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
 def save(path: Path | None, result: dict) -> None:
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(beside, path)
+        replace(path, json.dumps(result, indent=1) + "\n")

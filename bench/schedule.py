@@ -24,8 +24,8 @@ from math import log
 from statistics import mean
 
 from bench.suite import One, Suite
-from bench.table import table
-from fdora.jobs.schedule import Schedule, Spec, Timeline, insert_noops, schedule, simulate
+from bench.table import columns
+from fdora.jobs.schedule import Spec, Timeline, insert_noops, schedule, simulate
 from fdora.jobs.schedule.groups import rounds_of
 from fdora.jobs.schedule.pack import first_fit
 
@@ -81,7 +81,7 @@ def row(lengths: list[list[list[int]]], spec: Spec) -> Iterator[tuple[str, dict]
 def rows(spec: Spec, batches: int, samples: int) -> Iterator[dict]:
     kinds = list(KINDS)
     for count in range(1, len(kinds) + 1):
-        runs: dict[str, list[dict]] = {way: [] for way in WAYS}
+        runs = {way: [] for way in WAYS}
         for start in range(len(kinds)):
             several = [kinds[(start + i) % len(kinds)] for i in range(count)]
             for seed in range(SEEDS):
@@ -96,7 +96,7 @@ def timed(spec: Spec, total: int, samples: int) -> Iterator[dict]:
     lengths = drawn(list(KINDS), total // (samples * len(KINDS)), samples, spec.capacity, 0)
     for seconds, workers in ((0.0, 1), (10.0, 1), (10.0, 2)):
         start = time.perf_counter()
-        found: Schedule = schedule(lengths, spec._replace(seconds=seconds, workers=workers))
+        found = schedule(lengths, spec._replace(seconds=seconds, workers=workers))
         took = time.perf_counter() - start
         exact = sum(each.method == "exact" for each in found.packings)
         facts = {"samples": total, "solver_s": seconds, "workers": workers, "s": round(took, 2)}
@@ -105,27 +105,23 @@ def timed(spec: Spec, total: int, samples: int) -> Iterator[dict]:
         yield facts | {"microbatches": len(found.microbatches), "bound": found.bound, "noops": found.noops, "fill": found.fill}
 
 
+COLUMNS = {"adapters": "{adapters}", "way": "{way}", "microbatches / bound": "{filled}", "no-ops": "{noops:.1f}"}
+COLUMNS |= {"fill": "{fill:.1%}", "bubble": "{bubble:.1%}", "tokens per time of one": "{throughput:.3f}"}
+TIMES = "samples solver_s workers s packings exact packed microbatches bound noops"
+
+
 def markdown(result: dict) -> str:
-    head = ["adapters", "way", "microbatches / bound", "no-ops", "fill", "bubble", "tokens per time of one", "paper's bubble"]
-    lines = [
-        [
-            row["adapters"],
-            row["way"],
-            f"{row['microbatches']:.1f}" + (f" / {row['bound']:.1f}" if row["way"] != "flushed" else ""),
-            f"{row['noops']:.1f}",
-            f"{row['fill']:.1%}",
-            f"{row['bubble']:.1%}",
-            f"{row['throughput']:.3f}",
-            f"{PAPER[row['adapters']]:.1%}" if row["way"] == "schedule" else "",
-        ]
-        for row in result["rows"]
-    ]
+    rows = []
+    for row in result["rows"]:
+        filled = f"{row['microbatches']:.1f}" + (f" / {row['bound']:.1f}" if row["way"] != "flushed" else "")
+        paper = {"paper": PAPER[row["adapters"]]} if row["way"] == "schedule" else {}
+        rows.append(row | {"filled": filled} | paper)
     settings = "{samples} samples a batch, {batches} batches, {capacity} tokens a microbatch, {depth} stages".format(**result)
     rivals = ", ".join(f"{name} {bubble:.1%}" for name, bubble in PAPERS_RIVALS.items())
-    parts = [f"{settings}, multiples of {result['multiple']}. The paper's, measured: {rivals}.", table(head, lines)]
-    names = ["samples", "solver_s", "workers", "s", "packings", "exact", "packed", "microbatches", "bound", "noops", "fill"]
-    times = [[row[name] for name in names[:-1]] + [f"{row['fill']:.1%}"] for row in result["times"]]
-    return "\n\n".join([*parts, "Time to find a schedule:", table([name.replace("_s", ", s") for name in names], times)])
+    said = f"{settings}, multiples of {result['multiple']}. The paper's, measured: {rivals}."
+    times = {name.replace("_s", ", s"): f"{{{name}}}" for name in TIMES.split()} | {"fill": "{fill:.1%}"}
+    parts = [said, columns(rows, COLUMNS | {"paper's bubble": "{paper:.1%}"}), "Time to find a schedule:"]
+    return "\n\n".join([*parts, columns(result["times"], times)])
 
 
 OPTIONS = {
@@ -148,8 +144,4 @@ def measure(run):
     print("\n" + markdown(run.result))
 
 
-main = Suite(__doc__, measure, OPTIONS, device=None)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, device=None)

@@ -206,7 +206,7 @@ def compile_case(case: Case, device: str, rival_path) -> None:
 
 def markdown(rows: list[dict]) -> str:
     """Times over vllm_lora's: the lowest and the highest of all shapes and ranks."""
-    found: dict[tuple, dict[str, str]] = {}
+    found = {}
     for case in dict.fromkeys((row["M"], row["G"]) for row in rows):
         of = [row["ratio"] for row in rows if (row["M"], row["G"]) == case]
         each = {way: [ratio[f"{way}/vllm_lora"] for ratio in of if f"{way}/vllm_lora" in ratio] for way in WAYS}
@@ -248,8 +248,4 @@ def measure(run):
     run.end("plugin", "idle", "multi_ids", "serve", "load")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)

@@ -114,7 +114,7 @@ PAIRS = (
 
 def summarize(rows: list[dict]) -> dict:
     """For each mode and pair: the geometric mean, the worst and its shape."""
-    summary: dict = {}
+    summary = {}
     for mode, (a, b) in itertools.product(("fwd", "fwd_bwd"), PAIRS):
         ratios = [(row["ms"][a] / row["ms"][b], row["shape"]) for row in rows if row["mode"] == mode and {a, b} <= {*row["ms"]}]
         if ratios:
@@ -155,8 +155,4 @@ def measure(run):
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, ahead=ahead)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, ahead=ahead)

@@ -284,9 +284,4 @@ def check(parser, options) -> None:
         parser.error("--runs and --seq must be at least 1 and 2")
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=9, world=2, check=check, judge=judge)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=9, world=2, check=check, judge=judge)

@@ -376,8 +376,8 @@ def measure_all(run: Run) -> None:
     facts = {name: getattr(options, name) for name in ("layers", "dtype", "adapter", "cell_seconds")}
     run.set(**facts, micro_batches=MICRO, agreement={}, failed=run.failed)
     gpu = None if options.device == "cpu" else Gpu(not options.no_graphs)
-    ways: dict[str, Way] = {}
-    built: tuple | None = None
+    ways = {}
+    built = None
     for cell in run.cases(sorted(options.cells, key=lambda cell: (cell.model, cell.r, cell.S))):
         new = built != (cell.model, cell.r)
         if new:
@@ -397,9 +397,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(__doc__, measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)

@@ -29,29 +29,6 @@ Case = TypeVar("Case")
 ELSEWHERE = ("--device", "--json", "--commit", "--seconds", "--rival-path")
 
 
-def command(
-    doc: str, device: str | None = "cpu", runs: int | None = None, seconds: float | None = None, kernels: bool = False
-) -> argparse.ArgumentParser:
-    """A parser of --json, --commit, and those of --device, --runs and --seconds that have a default here. ``device="cuda"``:
-    nothing else is allowed. ``kernels``: on a CPU Triton must interpret them. --help begins with the first paragraph of
-    ``doc``."""
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
-    if device is not None:
-        parser.add_argument(
-            "--device",
-            default=device,
-            type=interpreted if kernels else present,
-            choices=("cuda",) if device == "cuda" else None,
-        )
-    if runs is not None:
-        parser.add_argument("--runs", type=int, default=runs)
-    if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="start nothing after this time")
-    parser.add_argument("--json", type=Path, help="write the result to this file as well, as FILE:RUN under another name")
-    parser.add_argument("--commit", help="what is measured, recorded in the file")
-    return parser
-
-
 def words(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
     """The type of an argument: some of these, comma separated."""
 
@@ -106,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
     """Arguments by name: a default, `Some` or `One`, a type, or what argparse takes; with a sentence where it is a pair."""
     for name, given in options.items():
         value, said = given if type(given) is tuple else (given, SAID.get(name))
-        how: dict[str, Any] = {"default": value, "help": said}
+        how = {"default": value, "help": said}
         if value is False:
             how = {"action": "store_true", "help": said}
         elif isinstance(value, Some):
@@ -183,7 +160,7 @@ def about(device: str, commit: str | None, argv: Iterable[str] | None = None) ->
     def output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
-    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
     facts["arguments"] = given(sys.argv[1:] if argv is None else argv)
     if device == "cpu":
         return facts | {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
@@ -202,7 +179,7 @@ class Run:
         self.options, self.rank, self.start, self.failed = options, rank, time.perf_counter(), Failures()
         device = getattr(options, "device", "cpu")
         self.facts = about(device, options.commit, argv)
-        self.result: dict[str, Any] = {"about": self.facts}
+        self.result = {"about": self.facts}
         if hasattr(options, "runs"):
             self.result["runs"] = options.runs
         self.result |= {"rows": [], "skipped": []}
@@ -255,34 +232,45 @@ class Run:
 
 @dataclass(frozen=True)
 class Suite:
-    """A measurement as a command: ``measure(run)`` adds the rows of its cases, ``show`` says them, ``judge`` raises what is
-    wrong. ``options``: its own arguments, as `add_options` has them. ``world``: how many processes, one group, run it if nobody
-    says otherwise; a 1 is this one. ``ahead``: what compiles its kernels, and the tasks that it is called with, in as many
-    processes as --jobs says. ``quick``: what --quick makes of the options."""
+    """A measurement as a command, which runs where its module is the program: ``measure(run)`` adds the rows of its cases,
+    ``show`` says them, ``judge`` raises what is wrong. ``options``: its arguments, as `add_options` has them, beside --json,
+    --commit, and those of --runs, --seconds and --device that have a default here. ``device="cuda"``: nothing else is allowed.
+    ``kernels``: on a CPU Triton must interpret them. ``world``: how many processes, one group, run it if nobody says otherwise;
+    a 1 is this one. ``ahead``: what compiles its kernels, and the tasks that it is called with, in as many processes as --jobs
+    says. ``quick``: what --quick makes of the options. --help begins with the first paragraph of the module."""
 
-    doc: str
     measure: Callable[[Run], None]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     runs: int | None = None
     seconds: float | None = None
     device: str | None = "cpu"
     kernels: bool = False
-    world: int = 0
+    world: int | None = None
     quick: Mapping[str, Any] = field(default_factory=dict)
     ahead: Callable[[argparse.Namespace], tuple[Callable[..., None], Iterable[tuple]]] | None = None
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
     show: Callable[[dict[str, Any]], str] = lambda result: "\n\n".join(shown(each) for each in parts(result))
     judge: Callable[[Run], None] = lambda run: None
 
+    def __post_init__(self) -> None:
+        if self.measure.__module__ == "__main__":
+            self()
+
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
-        parser = command(self.doc, self.device, self.runs, self.seconds, self.kernels)
-        if self.world:
-            parser.add_argument("--world", type=int, default=self.world, help="processes")
-        if self.ahead:
-            parser.add_argument("--jobs", type=int, default=0, help="processes that compile all kernels first")
-        add_options(parser, self.options)
-        if self.quick:
-            parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in self.quick.items()))
+        parser = argparse.ArgumentParser(description=self.measure.__globals__["__doc__"].split("\n\n")[0])
+        if self.device:
+            choices, kind = ("cuda",) if self.device == "cuda" else None, interpreted if self.kernels else present
+            parser.add_argument("--device", default=self.device, type=kind, choices=choices)
+        common = {
+            "--runs": (self.runs, None),
+            "--seconds": (self.seconds, "start nothing after this time"),
+            "--json": (Path, "write the result to this file as well, as FILE:RUN under another name"),
+            "--commit": (str, "what is measured, recorded in the file"),
+            "--world": (self.world, "processes"),
+            "--jobs": (0 if self.ahead else None, "processes that compile all kernels first"),
+            "--quick": (False if self.quick else None, ", ".join(f"{k} {v}" for k, v in self.quick.items())),
+        }
+        add_options(parser, {name: how for name, how in common.items() if how[0] is not None} | self.options)
         options = parser.parse_args(argv)
         if self.quick and options.quick:
             vars(options).update(self.quick)

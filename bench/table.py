@@ -16,11 +16,23 @@ def table(head: Sequence[str], lines: Iterable[Iterable[object]]) -> str:
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, lines)])
 
 
+def columns(rows: Iterable[dict], said: Mapping[str, str]) -> str:
+    """A line for each row, a column for each template; empty where the row has not its values."""
+
+    def cell(row: dict, template: str) -> str:
+        try:
+            return template.format_map(row)
+        except KeyError:
+            return ""
+
+    return table(list(said), [[cell(row, each) for each in said.values()] for row in rows])
+
+
 def pivot(
     rows: Iterable[dict], case: Callable[[dict], Case], cell: Callable[[dict], Any] = dict, by: str = "way"
 ) -> dict[Case, dict[str, Any]]:
     """The cells of each case, by way."""
-    found: dict[Case, dict[str, Any]] = {}
+    found = {}
     for row in rows:
         found.setdefault(case(row), {})[row[by]] = cell(row)
     return found

@@ -178,9 +178,4 @@ def check(parser, options):
         parser.error(f"--steps must be above {BEGIN}, which are left out")
 
 
-main = Suite(__doc__, measure, OPTIONS, check=check, judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, check=check, judge=judged)

@@ -180,7 +180,7 @@ def ways_of_product(shape: Shape, forward: bool) -> Candidates:
 
 def every_tile(shape: Shape) -> Candidates:
     """What fits on Hopper, with its deepest pipeline, and where programs do not walk with one that leaves room for a second."""
-    found: Candidates = {}
+    found = {}
     sides = [(m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 32768]
     for (m, n), k, persistent in itertools.product(sides, (64, 128), (True, False)):
         if k == 128 and m * n > 8192:
@@ -202,7 +202,7 @@ def norm(shape: Shape, device: str, codes: bool = False) -> Call:
     N, K, r = shape
     i = Inputs.random(1, K, N, r, DTYPE, device)
     A, B = i.A.detach(), i.B.detach()
-    Ws: list[Any] = [i.W.clone() for _ in sets_of(N * K, device)]
+    Ws = [i.W.clone() for _ in sets_of(N * K, device)]
     if codes:
         Ws = [quantize(W, "nf4", nested=True) for W in Ws]
     want = norm_of(Ws[0].dequantize(torch.float32) if codes else i.W, A, B, S)
@@ -281,7 +281,7 @@ SIDES = "16,256|16,512|32,128|32,256|32,512|64,64|64,128|64,256|128,64|128,128 4
 of_codes, mixed = partial(norm, codes=True), partial(bank, ranks=[8, 16, 64, 256] * 8, both=True)
 products = partial(linear, bare=True)
 NARROW = "fdora.triton.small.takes_narrow_tiles"
-OPS: dict[str, Op] = {
+OPS = {
     "norm": facade("norm.norm_config", NORMS, tiles_of_norm, norm),
     "norm_codes": facade("norm_codes.quant_config", shapes("4096x14336x128,4096x14336x384"), (QuantConfig, CODES), of_codes),
     "norm_strips": facade("norm_codes.strip_config", shapes("4096x14336x16,4096x14336x64"), (StripConfig, STRIPS), of_codes),
@@ -431,8 +431,4 @@ def ahead(options):
     return compiled, [(options.op, shape, name) for shape in options.shapes for name in OPS[options.op].space(shape)]
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=5, seconds=math.inf, kernels=True, check=check, ahead=ahead)
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, kernels=True, check=check, ahead=ahead)

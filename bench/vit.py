@@ -28,7 +28,7 @@ from bench.decoder import adapters, apart, compile_each, judge
 from bench.kernels import Kernel, by_name, middle_block, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations
-from bench.table import table
+from bench.table import columns
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
 from tests.memory import peak_bytes
@@ -150,14 +150,12 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
+COLUMNS = {"": "{mode} of {batch}, {way}, {how}", "ms": "{ms}", "images / s": "{images_per_s}", "peak, MB": "{peak_mb}"}
+COLUMNS |= {"kernels a layer": "{kernels_per_layer}", "ms in kernels": "{gpu_ms}"}
+
+
 def markdown(result: dict) -> str:
-    head = ["", "ms", "images / s", "peak, MB", "kernels a layer", "ms in kernels"]
-    cells = [
-        [f"{row['mode']} of {row['batch']}, {row['way']}, {'compiled' if row['compiled'] else 'eager'}", row["ms"]]
-        + [row.get(key, "") for key in ("images_per_s", "peak_mb", "kernels_per_layer", "gpu_ms")]
-        for row in result["rows"]
-    ]
-    return table(head, cells)
+    return columns([row | {"how": "compiled" if row["compiled"] else "eager"} for row in result["rows"]], COLUMNS)
 
 
 OPTIONS = {
@@ -186,7 +184,7 @@ def measure(run: Run) -> None:
     base = vit(options.sizes, options.layers, options.device, options.dtype)
     values = {f"blocks.{name}": parts for name, parts in adapters(base.blocks, options.r, options.dtype).items()}
     models = {way: Compared(way, base, values) for way in options.ways}
-    kernels: dict[str, list[Kernel]] = {}
+    kernels = {}
     for mode, compiled in product(options.modes, compilations(options)):
         rows_of(run, models, mode, compiled, kernels)
         free(options.device)
@@ -202,9 +200,4 @@ def judged(run: Run) -> None:
     judge(run.result["agreement"], MOST_APART, run.failed, {})
 
 
-main = Suite(__doc__, measure, OPTIONS, runs=3, seconds=math.inf, check=check, show=shown, judge=judged)
-parse = main.parse
-
-
-if __name__ == "__main__":
-    main()
+main = Suite(measure, OPTIONS, runs=3, seconds=math.inf, check=check, show=shown, judge=judged)

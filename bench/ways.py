@@ -163,7 +163,7 @@ def warm(way: Way) -> None:
 
 def kept_bytes(way: Way, given: Iterable[Tensor]) -> int:
     """What autograd keeps for backward: each piece of memory once, without the leaves and what was ``given``."""
-    kept: dict[int, int] = {}
+    kept = {}
 
     def keep(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()

@@ -90,7 +90,7 @@ def measure(run):
     run.end(*run.options.mine)
 
 
-FAKE = suites.Suite("A doc.", measure, {"--mine": {"nargs": "*", "default": []}}, 3, 1e9)
+FAKE = suites.Suite(measure, {"--mine": {"nargs": "*", "default": []}}, 3, 1e9)
 
 
 def test_the_loop_writes_after_every_case_and_says_what_it_left_out(tmp_path, capsys):

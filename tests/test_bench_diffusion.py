@@ -40,7 +40,7 @@ def test_it_sees_a_wrong_result(tmp_path, monkeypatch):
 
 
 def test_a_step_is_one_of_adamw():
-    options = diffusion.parse(["--tiny", "--models", "sdxl", "--r", "4", "--ways", "peft_fdora"])
+    options = diffusion.main.parse(["--tiny", "--models", "sdxl", "--r", "4", "--ways", "peft_fdora"])
     bench = diffusion.Bench(Run(options, []))
     case = diffusion.Case("sdxl", "bf16", "fp32", 4, 2, "yes")
     bench.build(case)

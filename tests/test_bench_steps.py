@@ -63,7 +63,7 @@ def test_a_new_optimizer_step_changes_every_norm(monkeypatch):
 
 
 def small_ways(*names, given=""):
-    options = steps.parse([*(SMALL + given).split(), "--ways", ",".join(names)])
+    options = steps.main.parse([*(SMALL + given).split(), "--ways", ",".join(names)])
     failures = Failures()
     ways = steps.build(CELL, options, failures)
     steps.inputs(CELL, ways, options)
@@ -93,7 +93,7 @@ def test_what_is_compiled_is_called_until_its_graphs_are_replayed(mode, left_out
     calls = []
     for name in ("step", "micro"):
         monkeypatch.setattr(way, name, lambda name=name: calls.append(name))
-    options, failures = steps.parse([*SMALL.split(), "--runs", "3"]), Failures()
+    options, failures = steps.main.parse([*SMALL.split(), "--runs", "3"]), Failures()
     (row,) = steps.measure(CELL, ways, mode, None, options, failures)
     timed = mode.rpartition(":")[2]
     assert not failures and calls == ["step"] * left_out + [timed] * row["turns"]
@@ -191,14 +191,14 @@ def test_out_of_time(tmp_path, monkeypatch):
 
 
 def test_cells():
-    assert len(steps.cells("")) == 16 and steps.parse([]).cells == steps.cells("")
+    assert len(steps.cells("")) == 16 and steps.main.parse([]).cells == steps.cells("")
     assert steps.cells("2048::16") == [("2048", S, 16) for S in (128, 512, 2048, 4096)]
     assert steps.cells("8b:4096:64,8b:4096:64,tiny:8:2") == [("8b", 4096, 64), ("tiny", 8, 2)]
     with pytest.raises(argparse.ArgumentTypeError, match="unknown models 7b"):
         steps.cells("7b:1:1")
     for text in ("--modes forward", "--ways fdora", "--compiled fast"):
         with pytest.raises(SystemExit):
-            steps.parse(text.split())
+            steps.main.parse(text.split())
 
 
 def test_turns_fit_the_time(monkeypatch):
@@ -210,7 +210,7 @@ def test_turns_fit_the_time(monkeypatch):
         seen.clear()
         assert steps.wall(fns, "cpu", most_ms, runs) == ({"a": 10.0, "b": 30.0}, turns)
         assert "".join(seen) == ("abba" * turns)[: 2 * turns]
-    assert steps.parse([]).runs > steps.LEAST == 5
+    assert steps.main.parse([]).runs > steps.LEAST == 5
 
 
 def test_the_first_micro_batch_finds_new_adapters(monkeypatch):
@@ -239,7 +239,7 @@ def test_gpu_time_by_graph_or_by_events(monkeypatch):
     monkeypatch.setattr(steps, "replay_ms", lambda graph: graph)
     monkeypatch.setattr(steps, "behind_a_wait", lambda fn, issue_ms: 100 + cost[fn.__name__])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    options = steps.parse([*SMALL.split(), "--runs", "1"])
+    options = steps.main.parse([*SMALL.split(), "--runs", "1"])
     failures = Failures()
     found = {}
     for mode in ("inference", "micro"):
@@ -301,4 +301,4 @@ def test_bench_all_has_both():
     for name in ("steps", "steps_compiled", "issue_time"):
         module, *given = everything.TABLE[name].command.split()
         assert module == f"bench.{name.partition('_compiled')[0]}"
-        assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].parse(given)
+        assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].main.parse(given)

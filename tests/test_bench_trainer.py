@@ -15,7 +15,7 @@ def test_fdora_trains_as_pefts_dora(tmp_path):
     result = records.load(path)
     dora, fdora = result["rows"]
     assert result["failed"] == {} and result["paths"] == {"peft_fdora_fused": {"fused": fdora_calls(result)}}
-    lengths = [len(each["input_ids"]) for each in trainer.samples(128, trainer.parse(SMALL.split()))]
+    lengths = [len(each["input_ids"]) for each in trainer.samples(128, trainer.main.parse(SMALL.split()))]
     assert dora["tokens"] == fdora["tokens"] == sum(lengths) and len(set(lengths)) > 10
     assert len({*dora["loss"]}) == len({*dora["grad_norm"]}) == 3 and 0 < fdora["apart"] < 0.02
     assert (dora["way"], fdora["ms_ratio"]) == ("peft_dora", 1.0)  # no LoRA beside it
@@ -39,4 +39,4 @@ def test_a_wrong_fdora_fails_the_command(monkeypatch):
     with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['log of peft_fdora_fused'\]"):
         trainer.main(SMALL.split())
     with pytest.raises(SystemExit, match="2"):
-        trainer.parse(["--steps", "2"])
+        trainer.main.parse(["--steps", "2"])

@@ -92,7 +92,7 @@ def test_the_page_keeps_its_word(capsys, monkeypatch):
     with monkeypatch.context() as there:
         there.setattr(torch.cuda, "is_available", lambda: True)
         for command in commands:
-            profile.parse(command.split())
+            profile.main.parse(command.split())
     forward, backward = said.plans[-2:]
     products = [step for plan in (forward, backward) for step in plan.steps if step.what == "gemm_tma_kernel"]
     assert [f"{step.flops / 1e9:.1f}" for step in products] == ["139.6"] * 2 and "139.6 GFLOP" in page
