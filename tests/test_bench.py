@@ -25,7 +25,7 @@ STACK = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 SMALL = {
     "layer": LAYER + "--ways frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
-    "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 2,3 --ways frozen,one,loop,multi,multi_ids",
+    "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
     "quant": "--shapes 128x64 --M 4 --r 4 --runs 1",
@@ -45,10 +45,10 @@ SMALL = {
     "trainer": "--tiny --layers 1 --r 4 --steps 3",
     "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
-    "diffusion": "--tiny --models klein,sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1",
+    "diffusion": "--tiny --models sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1 --checkpointing yes",
     "converge": "--tiny --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0 --optimizers adamw",
     "parallel": "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32",
-    "sharded": STACK.replace("--seq", "--modes step --dtype fp32 --adapter fp32 --seq"),
+    "sharded": STACK + "--modes step --dtype fp32 --adapter fp32",
 }
 
 
@@ -226,7 +226,7 @@ def suite(tmp_path, *options):
 
 
 def test_suite_and_its_gate(tmp_path):
-    done = suite(tmp_path, "bench", "--benchmark-save=before", "--commit=abc", f"--json={tmp_path}/suite.json")
+    done = suite(tmp_path, "bench", "-k", "0-", "--benchmark-save=before", "--commit=abc", f"--json={tmp_path}/suite.json")
     assert done.returncode == 0, done.stdout
     ours = records.load(tmp_path / "suite.json")
     (tmp_path / "suite.json").unlink()
