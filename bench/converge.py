@@ -4,6 +4,7 @@
     python -m bench.converge --device cuda --seeds 0 --optimizers muon --json FILE
     python -m bench.converge --ways peft,fdora,float32,full      # beside them full DoRA, with gradients through the norm
     python -m bench.converge --ways fdora,full --json FILE       # these two alone: does full DoRA train better?
+    python -m bench.converge --ways fdora,fp8,fp8_grad --optimizers adamw --json FILE      # what 8 bits do to training
 
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
 all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. A seed
@@ -35,7 +36,15 @@ from bench.suite import One, Run, Some, Suite
 from bench.table import columns, line
 
 WAYS = ("peft", "fdora", "float32")
-FULL = "full"  # fdora with detach=False
+FULL = "full"
+HOW = {  # fdora with
+    "fdora": {},
+    FULL: {"detach": False},
+    "fp8": {"compute": "fp8"},
+    "fp8_grad": {"compute": "fp8", "grad_compute": "fp8"},
+}
+ALL = tuple(dict.fromkeys((*WAYS, *HOW)))
+END = 200  # steps whose mean loss is noted
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
 SIZES, TINY = decoder.SIZES["converge"].values()
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -126,7 +135,7 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.data = start[name].data.to(DTYPES[options.adapter])
-    return model if way == "peft" else use_fdora(model, fuse=False, detach=way != FULL)
+    return model if way == "peft" else use_fdora(model, fuse=False, **HOW[way])
 
 
 def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -141,9 +150,9 @@ def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], options) -> dict:
     data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
-    row = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}}
+    row = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}, "end": {}}
     losses = {}
-    pairs = [(a, b) for a, b in (*PAIRS, (FULL, "fdora")) if {a, b} <= set(options.ways)]
+    pairs = [(a, b) for a, b in (*PAIRS, *((way, "fdora") for way in HOW if way != "fdora")) if {a, b} <= set(options.ways)]
     for way in options.ways:
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
@@ -152,6 +161,7 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
         losses[way] = train(model, data, optimizers_of(kind, model), context)
         row["held_out"][way] = round(held_out(model, last, context), 6)
         row["loss"][way] = [round(each, 6) for each in losses[way][::EVERY].tolist()]
+        row["end"][way] = round(losses[way][-END:].mean().item(), 6)
         if way == "fdora":
             row["paths"] = paths(model)
     row["difference"] = {}
@@ -193,7 +203,7 @@ OPTIONS = {
     "--optimizers": Some(("adamw", "muon"), ["adamw", "muon"]),
     "--adapter": One(DTYPES, "fp32"),
     "--tiny": False,
-    "--ways": (Some((*WAYS, FULL), WAYS), f"some of {', '.join((*WAYS, FULL))}"),
+    "--ways": (Some(ALL, WAYS), f"some of {', '.join(ALL)}"),
 }
 
 

@@ -14,6 +14,7 @@ the weight as it is decoded: of another rounding of x and dz they say what it co
     decoded     dora_linear on the codes: decoded in the plan, products in bf16
     fp8         the same with compute="fp8": x quantised in the plan, products of codes
     fp8_grad    with grad_compute="fp8" too: dz quantised in the plan, dx by a product of codes
+    fp8_transposed   the same on a W that keeps its codes transposed, too
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from bench.suite import Run, Some, Suite, shapes
 from bench.truth import Truth
 from bench.ways import BF16, Inputs, S, Way, differentiated, ratios
 from fdora.functional import dora_linear, dora_norm
-from fdora.quant import QuantWeight, quantize
+from fdora.quant import QuantWeight, quantize, with_transpose
 
+BACKWARD = ("fp8_grad", "fp8_transposed")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -67,6 +69,7 @@ def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
         "decoded": dora(W),
         "fp8": dora(W, compute="fp8"),
         "fp8_grad": dora(W, compute="fp8", grad_compute="fp8"),
+        "fp8_transposed": dora(with_transpose(W), compute="fp8", grad_compute="fp8"),
     }
 
 
@@ -82,7 +85,8 @@ def rows_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namesp
     ways, exact = ways_of(i, W), truths(i, W.dequantize(torch.float64))
     for mode in options.modes:
         failed = Failures()
-        fns = {n: way.forward if mode == "fwd" else way.both for n, way in ways.items() if mode == "fwd_bwd" or n != "fp8_grad"}
+        some = {name: way for name, way in ways.items() if mode == "fwd_bwd" or name not in BACKWARD}
+        fns = {name: way.forward if mode == "fwd" else way.both for name, way in some.items()}
         error = failed.attempt(fns, lambda name, fns=fns: errors(fns[name](), exact[ways[name].truth]))
         fns = {name: fns[name] for name in error}
         if mode == "fwd" and scale == "row" and options.device != "cpu":

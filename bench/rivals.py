@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,8 @@ def adapted(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of this model around the same weights with PEFT's adapters of these values, and its leaves. ``way`` says whether
     they are LoRA's, and whether use_fdora follows: ``fused``, with norms on ``shards``, with ``lora_dropout``, which drops the
-    adapter's input alone, in the place of PEFT's meaning. A PEFT model for this ``task`` ("": for none), or layers changed in
+    adapter's input alone, in the place of PEFT's meaning; with ``fp8``, which does too, and rounds the weights of its copy. A
+    PEFT model for this ``task`` ("": for none), or layers changed in
     place."""
     from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
@@ -95,7 +97,8 @@ def adapted(
             model = get_peft_model(model, config, autocast_adapter_dtype=False)
     leaves = fill_all(model, values, dora, "" if task is None else "base_model.model.")
     if "fdora" in way:
-        mode = {"dropout_mode": "lora"} if "lora_dropout" in way else {}
+        mode: dict[str, Any] = {"dropout_mode": "lora"} if "lora_dropout" in way or "fp8" in way else {}
+        mode |= {"compute": "fp8", "grad_compute": "fp8", "transposed": "transposed" in way} if "fp8" in way else {}
         use_fdora(model, fuse="fused" in way, norms_on_shards="shards" in way, **mode)
     return model.train(), leaves
 

@@ -68,7 +68,12 @@ NAMES = {
     "use_fdora": "use_fdora",
     "use_fdora_fused": "use_fdora(fuse=True)",
 }
-NAMES |= {f"{way}_lora_dropout": f"{said}, LoRA's dropout" for way, said in NAMES.items() if "fdora" in way}
+ENDS = {
+    "lora_dropout": "LoRA's dropout",
+    "fp8": "8 bits in both directions",
+    "fp8_transposed": "8 bits in both directions, codes twice",
+}
+NAMES |= {f"{way}_{end}": f"{said}, {of}" for end, of in ENDS.items() for way, said in NAMES.items() if "fdora" in way}
 
 
 def opponent(rival: str) -> str:
