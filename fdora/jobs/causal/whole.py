@@ -53,9 +53,9 @@ def train(
         train(model, jobs, folder="run")
 
     Args:
-      model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
-        do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers, or on quantised
-        ones whose product is that of the decoded weight.
+      model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, Qwen3-MoE, Mixtral, or another
+        whose packed samples do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear
+        layers that get all tokens, or on quantised ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
       capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
         CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
@@ -76,9 +76,9 @@ def train(
       leaves, and is in the model what it was before; the others go on as if it had never been there.
 
     Raises:
-      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a weight below an adapter that
-        cannot be read, or learns more than its linear adapters; a job has no such adapter or no data; a sample is longer than
-        the capacity; a batch has no label; the folder is of another training.
+      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters or a loss of its router, a
+        weight below an adapter that cannot be read, or learns more than its linear adapters; a job has no such adapter or no
+        data; a sample is longer than the capacity; a batch has no label; the folder is of another training.
 
     Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
     norms; logits only of tokens with a label.
