@@ -28,7 +28,7 @@ from transformers import (
 from fdora import FdoraError
 from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
-from fdora.jobs.causal import whole
+from fdora.jobs.causal import runs
 from fdora.jobs.causal.banks import Layer, adapted, dropped, norm_of
 from fdora.jobs.loop import Job
 from fdora.quant import quantize
@@ -417,13 +417,13 @@ def test_what_diverges_leaves(resumed, tmp_path, caplog):
 
 def test_what_is_finite_alone_leaves_too(monkeypatch):
     """Another mask of dropout may say so: it must come to an end."""
-    losses_of = whole.losses_of
+    losses_of = runs.losses_of
 
     def together(logits, params, norms, packed):
         found = losses_of(logits, params, norms, packed)
         return found * float("nan") if len(packed.ends.unique()) == len(packed.ends) else found
 
-    monkeypatch.setattr(whole, "losses_of", together)
+    monkeypatch.setattr(runs, "losses_of", together)
     assert train(model_of(), jobs_of(), capacity=40).diverged.keys() == ADAPTERS.keys()
 
 
@@ -510,9 +510,10 @@ MODELS = {
     "merged": (changed(lambda m: m.merge_adapter()), "without merged adapters, got some in .*q_proj`"),
     "codes": (changed(coded), "a weight below .*q_proj` that can be read, got a Coded"),
     "skipped": (changed(skip), "calls each adapted layer, got no call of .*layers.0.mlp.down_proj"),
+    "a head's LoRA": (with_adapter(target_modules=["lm_head"]), "layers get all tokens, got 5 of 9 in .*lm_head`"),
     "some tokens": (
         changed(halved),
-        "layers get all tokens, got 3 of 9 in .*layers.0.mlp.down_proj`. Adapt no layers of single",
+        "layers get all tokens, got 3 of 9 in .*layers.0.mlp.down_proj`. Adapt no head, no layers",
     ),
     "experts": (
         of_mixture(target_parameters=["mlp.experts.down_proj"]),
