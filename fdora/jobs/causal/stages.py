@@ -126,7 +126,8 @@ class Line(NamedTuple):
         """Where an adapter diverges, again up to there, and then without it: with it others have stepped before it was seen."""
         begin = state.position
         while True:
-            works = [without(work, self.rows, left) for work in self.course.works[:stop]]
+            ahead = (without(work, self.rows, left) for work in self.course.works[begin:stop])
+            works = [*self.course.works[:begin], *ahead]
             after, found = self.through(state, works, lambda n, works=works: self.drawn(works[n], n))  # type: ignore[misc]
             wrong = [n for n, losses in found.items() if not bool(losses.isfinite().all())]
             if not wrong:

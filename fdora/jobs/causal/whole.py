@@ -170,10 +170,11 @@ def steps_of(jobs: Sequence[TrainJob], ready: Prepared, due: Iterable[Batch], ju
 
 def stop_of(jobs: Sequence[TrainJob], course: Course, start: int, every: int, join: Any) -> int:
     """How far microbatches may run together: to a checkpoint, an evaluation, or where others may join."""
-    for n, work in enumerate(course.works[start:], start + 1):
-        judged = any(is_due(jobs[a], j + 1, len(course.orders[a])) for a, j in work.due)
-        if n % every == 0 or judged or (join and work.due):
-            return n
+    for n in range(start, len(course.works)):
+        due = course.works[n].due
+        judged = any(is_due(jobs[a], j + 1, len(course.orders[a])) for a, j in due)
+        if (n + 1) % every == 0 or judged or (join and due):
+            return n + 1
     return len(course.works)
 
 
