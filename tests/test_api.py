@@ -166,7 +166,7 @@ CAUSAL = {
     "Step": "(name, step, steps, loss, rate, evaluation=None)",
     "TrainJob": "(job, data, batch=8, epochs=1, steps=None, seed=None, evaluation=None, evaluate=0)",
     "Trained": "(losses, evaluations, diverged)",
-    "train": "(model, jobs, *, capacity=None, folder=None, every=100, seed=0, on_step=None, join=None)",
+    "train": "(model, jobs, *, capacity=None, folder=None, every=100, seed=0, on_step=None, join=None, stages=1)",
 }
 
 

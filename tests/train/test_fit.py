@@ -12,7 +12,8 @@ from fdora.jobs.causal.banks import norms_of, running
 from fdora.jobs.causal.data import pack
 from fdora.jobs.causal.fit import DEFAULT, Choice, chosen, memory_of, most, terms_of
 from fdora.jobs.causal.records import TrainJob
-from fdora.jobs.causal.whole import losses_of, prepared, train
+from fdora.jobs.causal.runs import losses_of
+from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
 from fdora.jobs.plan import card
 from fdora.jobs.schedule import Spec, schedule

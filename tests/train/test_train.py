@@ -19,14 +19,16 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     masking_utils,
 )
 
 from fdora import FdoraError
 from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
-from fdora.jobs.causal import whole
+from fdora.jobs.causal import runs
 from fdora.jobs.causal.banks import Layer, adapted, dropped, norm_of
 from fdora.jobs.loop import Job
 from fdora.quant import quantize
@@ -42,12 +44,17 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(
         **SIZES, **WINDOW, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
     ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
+MIXTURES = ("qwen3_moe", "mixtral")
 ADAPTERS = {  # another rank, alpha, kind and choice of layers each
     "law": LoraConfig(r=8, lora_alpha=16, use_dora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
     "med": LoraConfig(r=3, lora_alpha=4, use_rslora=True, target_modules=["q_proj", "v_proj", "o_proj"]),
     "code": LoraConfig(r=2, use_dora=True, use_rslora=True, target_modules=["q_proj", "up_proj"]),
 }
+ON_ATTENTION = {name: copy.copy(each) for name, each in ADAPTERS.items()}
+ON_ATTENTION["law"].target_modules, ON_ATTENTION["code"].target_modules = {"q_proj", "v_proj"}, {"q_proj", "k_proj"}
 
 
 def model_of(family="llama", adapters=ADAPTERS, **change):
@@ -55,6 +62,8 @@ def model_of(family="llama", adapters=ADAPTERS, **change):
     torch.manual_seed(1)
     config = CONFIGS[family]()
     config.update(change)
+    if family in MIXTURES and adapters is ADAPTERS:
+        adapters = ON_ATTENTION
     names = iter(adapters.items())
     name, first = next(names)
     model = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(first), adapter_name=name)
@@ -408,13 +417,13 @@ def test_what_diverges_leaves(resumed, tmp_path, caplog):
 
 def test_what_is_finite_alone_leaves_too(monkeypatch):
     """Another mask of dropout may say so: it must come to an end."""
-    losses_of = whole.losses_of
+    losses_of = runs.losses_of
 
     def together(logits, params, norms, packed):
         found = losses_of(logits, params, norms, packed)
         return found * float("nan") if len(packed.ends.unique()) == len(packed.ends) else found
 
-    monkeypatch.setattr(whole, "losses_of", together)
+    monkeypatch.setattr(runs, "losses_of", together)
     assert train(model_of(), jobs_of(), capacity=40).diverged.keys() == ADAPTERS.keys()
 
 
@@ -468,6 +477,15 @@ def skip(model):
     model.get_submodule("base_model.model.model.layers.0.mlp").forward = lambda x: x
 
 
+def halved(model):
+    mlp = model.get_submodule("base_model.model.model.layers.0.mlp")
+    mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x[:, :3])).sum() + x
+
+
+def of_mixture(**change):
+    return lambda: model_of("mixtral", {"law": LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | change))})
+
+
 def classifier():
     return get_peft_model(AutoModelForSequenceClassification.from_config(CONFIGS["llama"]()), ONE["law"], adapter_name="law")
 
@@ -484,7 +502,7 @@ MODELS = {
     "no PEFT": (lambda: AutoModelForCausalLM.from_config(CONFIGS["llama"]()), "a PeftModel .*, got a LlamaForCausalLM"),
     "attention_dropout": (
         lambda: model_of(adapters=ONE, attention_dropout=0.2),
-        "dropout of its own, got 0.2 at `.*self_attn`",
+        "dropout or jitter of its own, got 0.2 at `.*self_attn`",
     ),
     "a head": (with_adapter(modules_to_save=["lm_head"]), r"frozen .*lm_head.modules_to_save.law.weight` with requires_grad"),
     "an embedding": (with_adapter(target_modules=["q_proj", "embed_tokens"]), "'law' adapts linear layers alone, got 2 other"),
@@ -492,6 +510,21 @@ MODELS = {
     "merged": (changed(lambda m: m.merge_adapter()), "without merged adapters, got some in .*q_proj`"),
     "codes": (changed(coded), "a weight below .*q_proj` that can be read, got a Coded"),
     "skipped": (changed(skip), "calls each adapted layer, got no call of .*layers.0.mlp.down_proj"),
+    "a head's LoRA": (with_adapter(target_modules=["lm_head"]), "layers get all tokens, got 5 of 9 in .*lm_head`"),
+    "some tokens": (
+        changed(halved),
+        "layers get all tokens, got 3 of 9 in .*layers.0.mlp.down_proj`. Adapt no head, no layers",
+    ),
+    "experts": (
+        of_mixture(target_parameters=["mlp.experts.down_proj"]),
+        "a weight below .*experts` .* Adapters of experts, rou",
+    ),
+    "a router": (of_mixture(target_modules=["gate"]), "a weight below .*gate` that can be read, got a MixtralTopKRouter"),
+    "jitter": (lambda: model_of("mixtral", router_jitter_noise=0.1), "jitter of its own, got 0.1 at `.*mlp`"),
+    "a balancing loss": (
+        lambda: model_of("mixtral", output_router_logits=True),
+        "without a loss of its router, got config.output_router_logits=True. Set it to False",
+    ),
     "a classifier": (classifier, "a causal model of transformers .* got a LlamaForSequenceClassification, which lacks"),
     "another adapter": (with_adapter(), "`adapters` must be names of linear adapters, got .'nobody'"),
 }
@@ -511,10 +544,10 @@ def test_samples_that_see_each_other_are_refused(monkeypatch):
     with pytest.raises(FdoraError, match=message):
         train(model_of("gemma3", ONE, use_bidirectional_attention=True), job, capacity=40)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    model = model_of(adapters=ONE)
-    with pytest.raises(FdoraError, match=message):
-        train(model, job, capacity=40)
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    for model in (model_of(adapters=ONE), of_mixture()()):
+        with pytest.raises(FdoraError, match=message):
+            train(model, job, capacity=40)
+        assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 class Growing(list):

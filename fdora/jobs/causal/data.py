@@ -47,6 +47,7 @@ class Part(NamedTuple):
     adapters: Sequence[int]
     capacity: int
     start: int = 0
+    depth: int = 1
 
 
 class Course(NamedTuple):
@@ -106,7 +107,9 @@ def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], 
         row = row[: part.start]
         done = {sample for each in row for sample in each}
         left = [left_of(reads[a], a, orders[a], done) for a in part.adapters]
-        found = schedule([[[s.length for s in batch] for batch in each] for each in left], Spec(part.capacity, seconds=0))
+        found = schedule(
+            [[[s.length for s in batch] for batch in each] for each in left], Spec(part.capacity, depth=part.depth, seconds=0)
+        )
         row += [tuple(sorted(left[a][j][i] for a, j, i, _ in each)) for each in found.microbatches]
         mark.update(to_json(found).encode())
     weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(row))

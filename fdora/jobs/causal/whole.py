@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fdora._check import FdoraError, check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
-from fdora.jobs.causal.banks import Layer, Logits, check_apart, layers_of, norms_of, running
-from fdora.jobs.causal.data import Course, Packed, Part, Read, check_job, course_of, order_of, pack, read
+from fdora.jobs.causal.banks import Layer, layers_of, norms_of, running
+from fdora.jobs.causal.data import Course, Part, Read, check_job, course_of, order_of, read
 from fdora.jobs.causal.fit import card_of, chosen, most, terms_of
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
-from fdora.jobs.loop import Job, Model, State, Work, init_state, load, read_notes, save, train_step
+from fdora.jobs.causal.runs import Ran, Runs, alone, logger, shares
+from fdora.jobs.causal.stages import cut_of, depth_for, staged
+from fdora.jobs.loop import Job, Links, State, Work, connect, init_state, load, read_notes, save
 from fdora.jobs.loop.files import FILE
 from fdora.jobs.loop.records import TREES, Params, check_names, kept_of
+from fdora.jobs.loop.watch import watching
 from fdora.jobs.plan import Card
-
-logger = logging.getLogger("fdora.jobs")
+from fdora.jobs.schedule.order import Batch
 
 
 def train(
@@ -38,6 +39,7 @@ def train(
     seed: int = 0,
     on_step: Callable[[Step], Any] | None = None,
     join: Callable[[], Iterable[TrainJob]] | None = None,
+    stages: int = 1,
 ) -> Trained:
     """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
 
@@ -53,9 +55,9 @@ def train(
         train(model, jobs, folder="run")
 
     Args:
-      model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, or another whose packed samples
-        do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear layers, or on quantised
-        ones whose product is that of the decoded weight.
+      model: a PeftModel around a causal model of transformers: Llama, Qwen3, Gemma 3, Mistral, Qwen3-MoE, Mixtral, or another
+        whose packed samples do not see each other. Adapters are DoRA or LoRA, of any rank and alpha, on any of its nn.Linear
+        layers that get all tokens, or on quantised ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
       capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
         CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
@@ -70,73 +72,126 @@ def train(
       on_step: is called with each :class:`Step`.
       join: is called after each microbatch with steps, and gives jobs that begin there; their adapters are in the model by
         then. It needs a folder.
+      stages: of a pipeline over all processes of ``torch.distributed``, each of which calls it with the same arguments and has
+        the model whole; stage n of S has layers ``L n // S`` up to ``L (n + 1) // S``. Frozen weights of other layers are not
+        touched, wherever they lie. The first process writes checkpoints and reports steps; all get what is returned, and the
+        trained parameters. For a checkpoint, for an evaluation (whose backward is wasted) and for ``join`` it runs empty.
 
     Returns:
       The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite
       leaves, and is in the model what it was before; the others go on as if it had never been there.
 
     Raises:
-      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters, a weight below an adapter that
-        cannot be read, or learns more than its linear adapters; a job has no such adapter or no data; a sample is longer than
-        the capacity; a batch has no label; the folder is of another training.
+      FdoraError: the model is of another kind, has dropout elsewhere than before its adapters or a loss of its router, a
+        weight below an adapter that cannot be read, or learns more than its linear adapters; a job has no such adapter or no
+        data; a sample is longer than the capacity; a batch has no label; the folder is of another training.
 
     Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
     norms; logits only of tokens with a label.
     References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206; Liu et al., DoRA, 2024, arXiv:2402.09353.
     """
     check_positive(FN, "every", every, "It counts microbatches.")
+    check_positive(FN, "stages", stages, "1 is no pipeline.")
     if join and not folder:
         raise fail(FN, "folder", "given with join", "None", "From there those that train go on, beside the new ones.")
-    while True:
-        layers, banks, course, evaluations, notes, old, _ = prepared(model, jobs, capacity, folder)
-        rows = [each.job for each in jobs]
-        names, more = [job.name for job in rows], list[TrainJob]()
-        keep = partial(norms_of, layers)
-        state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
-        with running(model, layers) as logits:
-            check_apart(model, logits, state.params, state.kept)
-        if folder is not None:
-            state = loaded(folder, state, model, rows, old, keep) if old else state
-            save(folder, state, rows, notes)  # a place that cannot be written is known before the work
-        with running(model, layers) as logits:
-            plain, whole = Model(partial(losses_of, logits), keep), Model(partial(finite_losses_of, logits), keep)
-            waiting = list[tuple[Work, Tensor]]()
-            for n in progress(range(state.position, len(course.works)), "microbatches"):
-                state, found, work = advanced((plain, whole), state, course, notes, rows, seed * len(course.works) + n)
-                notes["position"] = state.position
-                waiting.append((work, found))
-                kept = folder if (n + 1) % every == 0 or n + 1 == len(course.works) else None
-                while (kept is not None or work.due) and waiting:  # to read losses is to wait for backward
-                    ran, lost = waiting.pop(0)
-                    for sample, share in zip(ran.samples, shares(ran, lost), strict=True):
-                        notes["losses"][names[sample.adapter]][sample.batch] += share
-                steps = []
-                for a, j in work.due:
-                    step = Step(names[a], j + 1, len(course.orders[a]), notes["losses"][names[a]][j], rows[a].rate(j))
-                    if is_due(jobs[a], step):
-                        step = step._replace(evaluation=evaluated(plain, state, evaluations[a]))
-                        notes["evaluations"][names[a]].append([step.step, step.evaluation])
-                    steps.append(step)
-                if kept is not None:
-                    save(kept, state, rows, notes)
-                for step in steps:
-                    logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
-                    if on_step:
-                        on_step(step)
-                if work.due and join and folder and (more := [*join()]):
-                    save(folder, state, rows, notes)
-                    break
-        if not more:
-            break
-        jobs = [*jobs, *more]
-    left = notes["diverged"]
-    put_back(model, banks, state, names, left)
-    losses = {name: tuple(each[: left.get(name)]) for name, each in notes["losses"].items()}
-    return Trained(losses, {name: dict(each) for name, each in notes["evaluations"].items()}, left)
+    links = connect() if stages > 1 else Links((0,), 0, (), (), None)
+    with watching(FN, links.sums):  # who fails says so to those who wait for it
+        while True:
+            ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links))
+            notes, works, rows = ready.notes, ready.course.works, [each.job for each in jobs]
+            waiting, more = list[tuple[Work, Tensor]](), list[TrainJob]()
+            with begun(model, rows, ready, folder, seed, stages, links) as (state, runs):
+                write = partial(write_first, folder, links, runs.whole, rows, notes)
+                write(state)  # a place that cannot be written is known before the work
+                for n in progress(range(state.position, len(works)), "microbatches"):
+                    if n < state.position:  # it came with the one before
+                        continue
+                    state, ran = runs.ahead(state, notes["diverged"], stop_of(jobs, ready.course, n, every, join))
+                    notes["position"], waiting = state.position, waiting + ran
+                    due = [batch for work, _ in ran for batch in work.due]
+                    kept = folder is not None and (state.position % every == 0 or state.position == len(works))
+                    if kept or due:  # to read losses is to wait for backward
+                        note(notes["losses"], rows, waiting)
+                        waiting = []
+                    steps = steps_of(jobs, ready, due, partial(runs.judge, state))
+                    if kept:
+                        write(state)
+                    for step in steps if links.rank == 0 else ():
+                        logger.info("%s %d/%d: loss %.4f, rate %.2e, evaluation %s", *step)
+                        if on_step:
+                            on_step(step)
+                    if due and join and (more := [*join()]):
+                        write(state)
+                        break
+            if not more:
+                break
+            jobs = [*jobs, *more]
+        names, left = [job.name for job in rows], notes["diverged"]
+        put_back(model, ready.banks, runs.whole(state), names, left)
+        losses = {name: tuple(each[: left.get(name)]) for name, each in notes["losses"].items()}
+        return Trained(losses, {name: dict(each) for name, each in notes["evaluations"].items()}, left)
+
+
+@contextmanager
+def begun(
+    model: Any, rows: Sequence[Job], ready: Prepared, folder: str | Path | None, seed: int, stages: int, links: Links
+) -> Iterator[tuple[State, Runs]]:
+    """Where it stands, and what goes on from there."""
+    layers, banks, course, old = ready.layers, ready.banks, ready.course, ready.old
+    cut = cut_of(model.get_base_model(), stages)
+    make: Any = alone if stages == 1 else partial(staged, cut=cut, links=links)
+    keep = partial(norms_of, layers) if stages == 1 else None  # a stage has norms of its own layers
+    state = init_state({path: bank.params for path, bank in banks.items()}, rows, keep)
+    with running(model, layers, cut.blocks) as logits:
+        runs = make(model, layers, logits, state, course, rows, seed)
+        if folder is not None and old:
+            state = loaded(folder, state, model, rows, old, keep)
+        yield runs.own(state), runs
+
+
+def note(losses: dict[str, list[float]], rows: Sequence[Job], ran: Ran) -> None:
+    for work, found in ran:
+        for sample, share in zip(work.samples, shares(work, found), strict=True):
+            losses[rows[sample.adapter].name][sample.batch] += share
+
+
+def steps_of(jobs: Sequence[TrainJob], ready: Prepared, due: Iterable[Batch], judge: Callable[[Course], float]) -> list[Step]:
+    """They end these batches. Evaluations are noted."""
+    found, notes = [], ready.notes
+    for a, j in due:
+        job, course = jobs[a].job, ready.evaluations[a]
+        step = Step(job.name, j + 1, len(ready.course.orders[a]), notes["losses"][job.name][j], job.rate(j))
+        if course and is_due(jobs[a], step.step, step.steps):
+            step = step._replace(evaluation=judge(course))
+            notes["evaluations"][job.name].append([step.step, step.evaluation])
+        found.append(step)
+    return found
+
+
+def stop_of(jobs: Sequence[TrainJob], course: Course, start: int, every: int, join: Any) -> int:
+    """How far microbatches may run together: to a checkpoint, an evaluation, or where others may join."""
+    for n in range(start, len(course.works)):
+        due = course.works[n].due
+        judged = any(is_due(jobs[a], j + 1, len(course.orders[a])) for a, j in due)
+        if (n + 1) % every == 0 or judged or (join and due):
+            return n + 1
+    return len(course.works)
+
+
+def write_first(
+    folder: str | Path | None, links: Links, whole: Callable[[State], State], rows: Sequence[Job], notes: Any, state: State
+) -> None:
+    """By the first process; the others wait for it."""
+    if folder is not None:
+        state = whole(state)
+        if links.rank == 0:
+            save(folder, state, rows, notes)
+        if links.sums is not None:
+            dist.barrier(links.sums)
 
 
 def loaded(
-    folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Callable[[Params], Any]
+    folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Callable[[Params], Any] | None
 ) -> State:
     """The state in the folder. Adapters that are not among the old ones begin, perhaps on more layers or with a higher rank."""
     if len(old) == len(rows):
@@ -152,27 +207,6 @@ def loaded(
                     t[where] = was
     steps = tuple(before.steps[old.index(a)] if a in old else 0 for a in range(len(rows)))
     return state._replace(kept=kept_of(keep, state.params), steps=steps, position=before.position)
-
-
-def advanced(
-    models: tuple[Model, Model], state: State, course: Course, notes: dict[str, Any], rows: Sequence[Job], draw: int
-) -> tuple[State, Tensor, Work]:
-    """The next microbatch, without adapters that have diverged; those that do so in it leave, and it is done again."""
-    names, device = [job.name for job in rows], device_of(state)
-    while True:
-        work = without(course.works[state.position], [names.index(name) for name in notes["diverged"]])
-        packed = pack(course, work, device)._replace(seed=draw) if work.samples else None
-        try:
-            return *train_step(state, work, packed, model=models[1], jobs=rows, donate=True), work
-        except ArithmeticError:
-            for a in diverging(models[0], state, course, work, draw):
-                notes["diverged"][names[a]] = state.steps[a]
-                logger.warning("%s diverged after %d steps and leaves: it stays as it was", names[a], state.steps[a])
-
-
-def device_of(state: State) -> torch.device:
-    """That of all layers."""
-    return next(iter(state.params.values())).A.device
 
 
 class Prepared(NamedTuple):
@@ -191,9 +225,14 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    model: Any, jobs: Sequence[TrainJob], capacity: int | None, folder: str | Path | None = None, card: Card | None = None
+    model: Any,
+    jobs: Sequence[TrainJob],
+    capacity: int | None,
+    folder: str | Path | None = None,
+    card: Card | None = None,
+    depth: int = 1,
 ) -> Prepared:
-    """``card``: another than that of the model's device."""
+    """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
     for a, each in enumerate(jobs):
         check_job(f"jobs[{a}]", each)
     names = [each.job.name for each in jobs]
@@ -213,17 +252,20 @@ def prepared(
 
     old = [a for a, name in enumerate(names) if name in notes.get("losses", ())]
     same = len(old) == len(names)
-    if notes and (course().mark != notes["schedule"] or (same and capacity not in (None, parts[-1][1]))):
+    other_end = same and notes and (capacity not in (None, parts[-1][1]) or depth > Part(*parts[-1]).depth)
+    if notes and (course().mark != notes["schedule"] or other_end):
         raise other(folder)
     if not same:
         if capacity is None:
             every, device = [*reads, *filter(None, judged)], next(iter(layers.values())).W.device
             longest = max(n for each in every for n in each.tokens.values())
-            limit = most(partial(terms_of, model, layers, banks, names, every), card or card_of(device))
+            limit = most(
+                partial(terms_of, model, layers, banks, names, every), card or (card_of(device) if depth == 1 else None)
+            )
             lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
             capacity, why = chosen(lengths, longest, limit)
         going = [name for name in names if name not in notes.get("diverged", ())]
-        parts = [*parts, [going, capacity, start]]
+        parts = [*parts, [going, capacity, start, depth]]
     whole = course()
     begun: dict[str, dict[str, Any]] = {
         "losses": {name: [0.0] * len(order) for name, order in zip(names, orders, strict=True)},
@@ -242,56 +284,9 @@ def evaluation_of(found: Read, a: int, adapters: int, capacity: int) -> Course:
     return course_of([found] * adapters, orders, [Part([a], capacity)])
 
 
-def is_due(each: TrainJob, step: Step) -> bool:
-    between = each.evaluate and step.step % each.evaluate == 0
-    return each.evaluation is not None and bool(between or step.step == step.steps)
-
-
-def losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor:
-    """Of each sample the sum over its labels."""
-    found = logits(params, norms, packed)
-    wide = found.to(torch.promote_types(found.dtype, torch.float32))
-    each = cross_entropy(wide, packed.labels, reduction="none")
-    return torch.stack([own.sum() for own in each.split(packed.counts)])
-
-
-def finite_losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor:
-    """It waits for the GPU. The samples of a microbatch share products, of which a mask makes 0 times NaN: where one adapter's
-    are not finite, those of all may be NaN, and nothing may be added to anybody's gradient."""
-    losses = losses_of(logits, params, norms, packed)
-    if not bool(losses.isfinite().all()):
-        raise ArithmeticError
-    return losses
-
-
-@torch.no_grad()
-def diverging(model: Model, state: State, course: Course, work: Work, draw: int) -> list[int]:
-    """Adapters whose losses are not finite without those of the others; all, where that is so of none alone."""
-    found, here = [], list(dict.fromkeys(sample.adapter for sample in work.samples))
-    for a in here:
-        own = without(work, [sample.adapter for sample in work.samples if sample.adapter != a])
-        packed = pack(course, own, device_of(state))._replace(seed=draw)
-        if not bool(model.forward(state.params, state.kept, packed).isfinite().all()):
-            found.append(a)
-    return found or here
-
-
-def without(work: Work, adapters: Sequence[int]) -> Work:
-    kept = [each for each in zip(work.samples, work.weights, strict=True) if each[0].adapter not in adapters]
-    samples, weights = zip(*kept, strict=True) if kept else ((), ())
-    return Work(samples, weights, tuple(batch for batch in work.due if batch[0] not in adapters))
-
-
-def shares(work: Work, losses: Tensor) -> list[float]:
-    """What each sample adds to the loss of its batch."""
-    return (losses.double().cpu() * torch.tensor(work.weights, dtype=torch.float64)).tolist()
-
-
-@torch.no_grad()
-def evaluated(model: Model, state: State, course: Course | None) -> float:
-    assert course is not None
-    device = device_of(state)
-    return sum(sum(shares(work, model.forward(state.params, state.kept, pack(course, work, device)))) for work in course.works)
+def is_due(each: TrainJob, step: int, steps: int) -> bool:
+    between = each.evaluate and step % each.evaluate == 0
+    return each.evaluation is not None and bool(between or step == steps)
 
 
 def notes_of(folder: str | Path | None, names: Sequence[str]) -> dict[str, Any]:

@@ -119,6 +119,12 @@ def select_state(state: State, names: Iterable[str]) -> State:
     return state._replace(**parts, kept=None)
 
 
+def copied(state: State) -> State:
+    """One that may be donated while this one is kept. Parameters are never written into."""
+    parts: dict[str, Any] = {part: optree.tree_map(torch.clone, getattr(state, part)) for part in TREES if part != "params"}
+    return state._replace(**parts)
+
+
 TREES = ("params", "grads", "mean", "square")
 
 
