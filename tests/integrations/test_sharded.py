@@ -1,6 +1,6 @@
 """PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py).
 
-With two every gradient has the bits of one process: the sum of two numbers has no order. With four, over ten steps
+With two every gradient has the bits of one process: the sum of two numbers has no order. With four, over five steps
 (test_sharded_table.py), it is as near to float64 as that of one process.
 """
 

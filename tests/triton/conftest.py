@@ -1,13 +1,26 @@
 """Fixtures of the kernel tests."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
     from tests.triton.interpreter import speed_up
 
     speed_up()
+
+
+def pytest_collection_modifyitems(items):
+    """Interpreted: what no kernel runs in was seen without the interpreter."""
+    for item in [i for i in items if INTERPRETED and Path(__file__).parent in i.path.parents]:
+        of = vars(item.module)
+        told = any("INTERPRETED" in str(mark.args) for mark in item.iter_markers("skipif"))
+        if not told and ("needs_kernels" in of or "INTERPRETED" not in of):
+            item.add_marker(
+                pytest.mark.skip(reason="no kernel runs; runs without TRITON_INTERPRET, in the first half of `make test`")
+            )
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.private import HAS_PDL
 from tests import device
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 from tests.triton.recorder import assembled, recording
 from tests.triton.test_walk import in_c, on_cpu
 from tests.triton.written import BF16, FP32, alike, arrays, by_tma, layer
@@ -39,7 +39,6 @@ def resident():
 
 @in_c
 @on_cpu
-@pytest.mark.skipif(INTERPRETED, reason="no kernel runs; runs without TRITON_INTERPRET, in the first half of `make test`")
 def test_ten_thousand_lengths_leave_little_behind(chosen_anew, monkeypatch):
     """Plans with what walk.c runs of them: of the lengths that came last, and of no more."""
     monkeypatch.setattr(walk, "device_of", lambda device: Device(0, 90, 132, True))
@@ -61,9 +60,6 @@ def test_ten_thousand_lengths_leave_little_behind(chosen_anew, monkeypatch):
     assert resident() - before < 50 * MiB  # all of them: 90
 
 
-@pytest.mark.skipif(
-    INTERPRETED, reason="interpreted kernels are not compiled; runs without TRITON_INTERPRET, in the first half of `make test`"
-)
 def test_all_lengths_share_few_kernels():
     """Of Qwen3-8B's o_proj with float32 adapters and dropout in PEFT's meaning: numbers that 16 divides, and others; from 2048
     tokens on by other kernels, those of dropped.py."""
@@ -122,9 +118,6 @@ def tensor_like(like):
         return whole.as_strided(like.shape, like.stride, skipped)
 
 
-@pytest.mark.skipif(
-    INTERPRETED, reason="interpreted kernels are not compiled; runs without TRITON_INTERPRET, in the first half of `make test`"
-)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_kernels_are_compiled_in_threads_as_a_walk_asks_for_them(aligned, compiled):
     """After that it compiles nothing: dtypes, alignment, descriptors, constants and options are those of the launches."""
