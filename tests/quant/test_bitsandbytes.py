@@ -88,7 +88,7 @@ def test_int8():
     W = torch.randn(33, 50, device=device.NAME).half()
     codes, scb, _ = F.int8_vectorwise_quant(W)
     q = from_bnb_int8(codes, scb)
-    assert (q.kind, q.dtype, q.facts) == ("int8", torch.float16, ("int8", "row", (0, 0), 7.874015718698502e-3))
+    assert (q.kind, q.dtype, q.facts) == ("int8", torch.float16, ("int8", "row", (0, 0), 7.874015718698502e-3, False))
     want = F.int8_vectorwise_dequant(codes, scb)
     assert equal(q.dequantize(torch.float32), want.float()) and equal(q.dequantize(), want.half())
     layer = bnb.nn.Linear8bitLt(50, 33, has_fp16_weights=False)

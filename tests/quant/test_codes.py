@@ -24,7 +24,7 @@ def test_fp8_of_transformers(N, K):
     codes = e4m3(N, K)
     scales = torch.rand(-(-N // 128), -(-K // 128), device=device.NAME)
     q = from_fp8(codes, scales, (128, 128))
-    assert q.facts == ("e4m3", "block", (128, 128), 1.0) and q.tensors[0].data_ptr() == codes.data_ptr()
+    assert q.facts == ("e4m3", "block", (128, 128), 1.0, False) and q.tensors[0].data_ptr() == codes.data_ptr()
     assert torch.equal(q.dequantize(torch.float32), theirs._dequantize_fp8_weight(codes, scales, [128, 128], torch.float32))
     # theirs rounds the scale to bfloat16 too: three roundings of 2 ** -9 at most between the two
     assert rel_l2(q.dequantize(), theirs._dequantize_fp8_weight(codes, scales, [128, 128], torch.bfloat16)) < 6e-3
@@ -35,7 +35,7 @@ def test_fp8_scales_of_every_shape_and_dtype():
     one = torch.tensor(0.5, device=device.NAME)
     for scale in (one, one[None], one[None, None], one.bfloat16(), one.to(torch.float8_e8m0fnu)):
         q = from_fp8(codes, scale, dtype=torch.float32)
-        assert torch.equal(q.dequantize(), codes.float() / 2) and q.facts == ("e4m3", "tensor", (0, 0), 1.0)
+        assert torch.equal(q.dequantize(), codes.float() / 2) and q.facts == ("e4m3", "tensor", (0, 0), 1.0, False)
         assert q.tensors[1].shape == (1,) and q.tensors[1].dtype == torch.float32
     rows = torch.rand(6, device=device.NAME)
     for scale in (rows, rows[:, None]):

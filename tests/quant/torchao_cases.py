@@ -61,7 +61,7 @@ def test_float8_blocks():
     codes, scales = ours.tensors
     t = Float8Tensor(codes, scales, block_size=[128, 128], dtype=torch.bfloat16)
     q = from_torchao(t)
-    assert q.facts == ("e4m3", "block", (128, 128), 1.0)
+    assert q.facts == ("e4m3", "block", (128, 128), 1.0, False)
     same(q, t.dequantize())
 
 
