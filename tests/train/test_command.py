@@ -1,6 +1,8 @@
 """``fdora train jobs.toml``: from files to adapters in files, as fdora.jobs.train makes them."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,6 +87,28 @@ def test_it_trains_saves_and_goes_on(folder, capsys):
     assert "law " not in capsys.readouterr().out
     again = adapters(folder)
     assert first.keys() == again.keys() and all(map(torch.equal, first.values(), again.values()))
+
+
+def test_two_processes_of_torchrun_train_what_one_does(folder, capsys):
+    """The model has two layers, one for each; the first process speaks and saves."""
+    config = LlamaConfig.from_pretrained(folder / "model", num_hidden_layers=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    assert main(["train", str(folder / "jobs.toml")]) == 0
+    one, said = adapters(folder), capsys.readouterr().out.splitlines()
+    for name in ("out", "jobs.toml"):
+        (folder / name).rename(folder / f"of one {name}")
+    (folder / "jobs.toml").write_text("stages = 2\n" + TOML.format(folder=folder))
+    with pytest.raises(SystemExit):
+        main(["train", str(folder / "jobs.toml")])
+    assert "`stages` must be 1 in a process of its own, got 2. Start the processes by torchrun" in capsys.readouterr().err
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fdora"]
+    done = subprocess.run([*torchrun, "train", str(folder / "jobs.toml")], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("law ", "med ", "saved"))]
+    assert sorted(line.partition(":")[0] for line in lines) == sorted(line.partition(":")[0] for line in said)
+    for name, p in adapters(folder).items():
+        torch.testing.assert_close(p, one[name], rtol=1e-3, atol=1e-5)
 
 
 def test_it_says_what_it_will_do(folder, capsys):

@@ -10,6 +10,7 @@ jobs.toml, of which model, output and each job's data, lr and adapter are needed
     output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
     capacity = 4096                       # the most tokens of a microbatch; without it chosen, as fdora plan says
     dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
+    stages = 2                            # a pipeline of processes: torchrun --nproc-per-node 2 -m fdora train jobs.toml
 
     [jobs.law]                            # an adapter named law
     data = "law.jsonl"
@@ -27,13 +28,15 @@ Exit status: 0; 1 where an adapter diverged; 2 for a mistake in arguments or fil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import nullcontext
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fdora._check import fail
 from fdora._command import mistakes, parser_of
@@ -47,7 +50,8 @@ from fdora.jobs.plan import card
 from fdora.predict import GPUS
 
 FN = "train"
-WHOLE = {"model": str, "output": str, "capacity": int, "dtype": str, "device": str, "every": int, "seed": int, "jobs": dict}
+WHOLE: dict[str, Any] = {"model": str, "output": str, "dtype": str, "device": str, "jobs": dict}
+WHOLE |= dict.fromkeys(("capacity", "every", "seed", "stages"), int)
 OF_OPTIMIZER = {"lr": (int, float), "clip": (int, float), "betas": list, "eps": float, "weight_decay": (int, float)}
 OF_JOB = {"batch": int, "epochs": int, "steps": int, "seed": int, "evaluate": int}
 EACH = {"data": str, "evaluation": str, "adapter": dict} | OF_OPTIMIZER | OF_JOB
@@ -149,6 +153,24 @@ def device_of(found: dict[str, Any]) -> torch.device:
     return torch.device(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
+@contextmanager
+def joined(stages: int, device: torch.device) -> Iterator[bool]:
+    """Among the processes that torchrun started, if there are stages; whether this is the first of them."""
+    if stages == 1:
+        yield True
+        return
+    if "LOCAL_RANK" not in os.environ:
+        remedy = "Start the processes by torchrun --nproc-per-node N -m fdora train jobs.toml."
+        raise fail(FN, "stages", "1 in a process of its own", stages, remedy)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device.type == "cpu" else None)
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
 def show(step: Step) -> None:
     after = "" if step.evaluation is None else f", evaluation {step.evaluation:.4f}"
     print(f"{step.name} {step.step}/{step.steps}: loss {step.loss:.4f}, rate {step.rate:.2e}{after}", flush=True)
@@ -178,14 +200,16 @@ def main(argv: list[str] | None = None) -> int:
             if a.picture:
                 paint(ready.course, jobs, a.picture)
             return 0
-        model, output = adapted(found), Path(found["output"])
-        rest = {key: found[key] for key in ("every", "seed") if key in found}
-        done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)
-        names = [name for name in found["jobs"] if name not in done.diverged]
-        model.save_pretrained(output, selected_adapters=names)
-        print(f"saved: {', '.join(str(output / name) for name in names)}")
-        for name, steps in done.diverged.items():
-            print(f"not saved: {name}, which diverged after {steps} steps")
+        output, rest = Path(found["output"]), {key: found[key] for key in ("every", "seed", "stages") if key in found}
+        with joined(found.get("stages", 1), device_of(found)) as first:
+            model = adapted(found)
+            done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)
+            names = [name for name in found["jobs"] if name not in done.diverged]
+            if first:
+                model.save_pretrained(output, selected_adapters=names)
+                print(f"saved: {', '.join(str(output / name) for name in names)}")
+                for name, steps in done.diverged.items():
+                    print(f"not saved: {name}, which diverged after {steps} steps")
     return int(bool(done.diverged))
 
 
