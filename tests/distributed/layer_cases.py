@@ -1,6 +1,7 @@
 """Two processes: banks of adapters, embeddings, convolutions and experts on DTensors, against one process."""
 
 from functools import partial
+from runpy import run_path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fdora.functional import dora_conv1d, dora_conv2d, dora_embedding, dora_expe
 from fdora.quant import from_fp8, quantize
 from tests.close import assert_exact
 from tests.distributed.lay import DEVICE, GIVES, LAYER, Collectives, P, R, S, check, full, mesh, put, random
-from tests.distributed.world import run
+from tests.distributed.world import ROOT, run
 
 BANK = {
     "rows": (dict(x=R, W=S(0), A=R, B=S(1), m=S(1), norm=S(1), bias=S(0), ids=R), S(1), dict(x=P, A=P), 0),
@@ -47,6 +48,24 @@ def case_banks():
     with Collectives() as seen:
         assert_exact(dora_norm(*part, t["B"], s=s, group=mesh(2)), dora_norm(t["W"], t["A"], t["B"], s=s))
     assert seen.count == {"all_reduce": 1}
+
+
+def case_banks_under_fsdp2():
+    """The example, beside one process with all tokens."""
+    space = run_path(str(ROOT / "examples/many_adapters_fsdp.py"))
+    torch.manual_seed(0)
+    alone = torch.nn.ModuleList([space["Block"]() for _ in range(2)]).to(DEVICE)
+    given = [space[name].to(DEVICE) for name in ("x", "ids", "wanted")]
+    losses = space["train"](alone, *given)
+    found = torch.tensor(space["losses"], device=DEVICE)
+    dist.all_reduce(found)
+    torch.testing.assert_close(found / 2, torch.tensor(losses, device=DEVICE))
+    assert losses[-1] < 0.9 * losses[0]
+    for block, own in zip(space["model"], alone, strict=True):
+        for name in "ABm":
+            sharded = getattr(block, name)
+            assert sharded.placements == (S(0),)
+            torch.testing.assert_close(full(sharded), getattr(own, name), rtol=1e-3, atol=1e-4)
 
 
 TABLES = {  # by norm_axis
