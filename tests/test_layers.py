@@ -340,14 +340,9 @@ LONG_FUNCTIONS = {  # by the name of its file, wherever that stands
     "norm_bwd.py:norm_bwd_finish_kernel",
     *("quant_strips.py:_strip4", "small_norm.py:small_norm_kernel"),
 }
-MANY_PARAMETERS = {
-    *(
-        "conv.py:dora_conv1d",
-        "conv.py:dora_conv2d",
-        "conv.py:dora_conv3d",
-        "linear.py:dora_linear",
-        "multi.py:dora_linear_multi",
-    ),
+MANY_PARAMETERS = {  # public ones, whose options are keywords
+    *("conv.py:dora_conv1d", "conv.py:dora_conv2d", "conv.py:dora_conv3d"),
+    *("linear.py:dora_linear", "mlp.py:dora_mlp", "multi.py:dora_linear_multi"),
 }
 SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
     *("autograd/conv.py", "eager/tree.py"),

@@ -78,19 +78,25 @@ def forward(
             small_forward(plan, x, la, s, each, accumulate=onto)
         else:
             how = _forward(plan, x, la, s, each, dropout, at_once, residual)
-    if any(inside):
-        plan.path = "few tokens: one pass over W; its norm out of the same pass"
-    elif not half:
-        plan.path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
-    elif any(few):
-        plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
-    else:
-        plan.path = how if how is FORWARD else f"x A^T, then the product; {how}; {why_many(x)}"
     packed = [la for la, tile in zip(layers, codes, strict=True) if isinstance(la.W, Packed) and tile is None]
-    if any(few) and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
-        plan.path += "; codes of W are decoded where they are multiplied"
+    plan.path = _path(x, how, any(few), any(inside), packed, any(each.c is not None for each in out))
+
+
+def _path(x: Array, how: str, few: bool, inside: bool, packed: list[Any], norms: bool) -> str:
+    """``packed``: layers whose codes are decoded; ``norms``: whether some are formed beside that."""
+    if inside:
+        path = "few tokens: one pass over W; its norm out of the same pass"
+    elif x.dtype == torch.float32:
+        path = "products by cuBLAS, then g in one pass; float32 obeys torch.set_float32_matmul_precision"
+    elif few:
+        path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
+    else:
+        path = how if how is FORWARD else f"x A^T, then the product; {how}; {why_many(x)}"
+    if few and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
+        path += "; codes of W are decoded where they are multiplied"
     elif packed:
-        plan.path += "; W is decoded first" + (", its norm with it" if any(each.c is not None for each in out) else "")
+        path += "; W is decoded first" + (", its norm with it" if norms else "")
+    return path
 
 
 def _norm_fits(plan: Builder, x: Array, la: Any) -> bool:
