@@ -109,7 +109,7 @@ def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
     with torch.device("meta"):
         x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
         operands = [W, A, B, torch.empty(0), torch.empty(0), None, None]
-        y, h = _fake_linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, [], True)
+        y, h = _fake_linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, False, [], True)
     assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
 
 
