@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from inspect import signature
 from itertools import count
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -119,15 +120,27 @@ def tensor_like(like):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_kernels_are_compiled_in_threads_as_a_walk_asks_for_them(aligned, compiled):
-    """After that it compiles nothing: dtypes, alignment, descriptors, constants and options are those of the launches."""
+def test_kernels_are_compiled_in_threads_as_a_walk_asks_for_them(aligned, compiled, monkeypatch):
+    """After that it compiles nothing: dtypes, alignment, descriptors, constants and options are those of the launches. No two
+    kernels are parsed at a time."""
     import triton
 
+    parse, inside, most = triton.JITFunction.parse, [], []
+
+    def seen(kernel):
+        inside.append(kernel)
+        most.append(len(inside))
+        sleep(0.002)  # others may come
+        inside.pop()
+        return parse(kernel)
+
+    monkeypatch.setattr(triton.JITFunction, "parse", seen)
     likes = alike(64, 64, dtype=BF16, aligned=aligned), *layer(64, 64, 16, BF16, FP32, seed=True)
     plan = linear.plan_forward(likes, Device(-1, 90, 132, HAS_PDL), 0.1, "peft", ("output",), True)
     steps = walk.native.launches_of(plan)
     assert any(map(by_tma, steps)) and aligned == all(a.aligned for step in steps for a in arrays(step))
     walk.compile_launches(steps)
+    assert max(most) == 1 and triton.JITFunction.parse is seen
     assert len(compiled) == len(set(walk.native.keys_of(plan))) > 2
     in_threads = hasattr(triton, "AsyncCompileMode")  # Triton 3.6 has it
     assert not any(at_home for _, at_home in compiled if in_threads)

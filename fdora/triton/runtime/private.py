@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +50,29 @@ def has_launch_hooks() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or _knobs.debug)
 
 
-def compiling_in_threads() -> AbstractContextManager[Any]:
+@contextmanager
+def compiling_in_threads() -> Iterator[None]:
     """Inside, ``kernel.warmup(...)`` asks for what threads compile, and the end waits for all of it. Where Triton has no
-    such mode (3.6 has it), each call compiles before it returns; interpreted, there is nothing to compile."""
+    such mode (3.6 has it), each call compiles before it returns; interpreted, there is nothing to compile.
+
+    Kernels are parsed one at a time: two threads in ast.parse may end in a SystemError ("AST constructor recursion depth
+    mismatch", cpython issue 106905; seen in Python 3.11.7)."""
     mode = getattr(triton, "AsyncCompileMode", None)
-    return mode(ThreadPoolExecutor()) if mode else nullcontext()
+    if mode is None:
+        yield
+        return
+    parse, one = triton.JITFunction.parse, Lock()
+
+    def alone(kernel: Any) -> Any:
+        with one:
+            return parse(kernel)
+
+    triton.JITFunction.parse = alone
+    try:
+        with mode(ThreadPoolExecutor()):
+            yield
+    finally:
+        triton.JITFunction.parse = parse
 
 
 class Compiled(NamedTuple):
