@@ -88,7 +88,8 @@ def dora_linear_group(
         return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
     x, of, computes = cast_x(fn, x, layers[0].W), labelled(fn, layers), (compute, grad_compute)
     drop = dropout_of(dropout_p, dropout_mode)
-    check_computes(computes, x, {label: layer.W for label, layer in of.items()}, drop.mode)
+    if computes != (None, None):
+        check_computes(computes, x, {label: layer.W for label, layer in of.items()}, drop.mode)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
     return tuple(run(x, of, seeds, keep_inner, drop, name, detach, computes))

@@ -120,7 +120,8 @@ def dora_linear(
         keep_inner = keep_inner or loses_inner(x.dtype, gamma, residual)
         m, bias = folded(x.dtype, gamma, m, bias)
 
-    check_computes((compute, grad_compute), x, {fn: W}, mode)
+    if compute is not None or grad_compute is not None:
+        check_computes((compute, grad_compute), x, {fn: W}, mode)
     choice = select_backend(x, backend=backend).name
     fp8, fp8_grad = on_gpu(fn, (compute, grad_compute), x, choice)
     full = not detach and residual is None
@@ -255,7 +256,7 @@ def _check_compute(fn: str, of: str, compute: Any, x: Tensor, W: Any, mode: str)
 
 def on_gpu(fn: str, asked: Sequence[Any], x: Tensor, backend: str) -> tuple[bool, bool]:
     """Which of them are asked for, where the GPU of x has such products."""
-    compute, grad = (each is not None for each in asked)
+    compute, grad = asked[0] is not None, asked[1] is not None
     if (compute or grad) and backend == "triton" and x.device.type == "cuda":
         have_8 = not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (8, 9)
         if not have_8:

@@ -1,6 +1,5 @@
 """What two processes train as one pipeline: fdora.jobs.train with stages."""
 
-import copy
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +13,19 @@ from fdora import FdoraError
 from fdora.jobs import TrainJob, train
 from fdora.jobs.loop import Job
 from tests.distributed.world import run
-from tests.train.test_train import ADAPTERS, CONFIGS, Stop, Until, alone, jobs_of, model_of, parameters, same, with_dropout
+from tests.train.test_train import (
+    ADAPTERS,
+    CONFIGS,
+    Stop,
+    Until,
+    alone,
+    jobs_of,
+    joining,
+    model_of,
+    parameters,
+    same,
+    with_dropout,
+)
 
 
 def halved(model, cut):
@@ -119,17 +130,10 @@ def case_jobs_join():
     model.load_state_dict(whole.state_dict(), strict=False)
     given = [(code, 4), (law, 2)]
 
-    def join():
-        asked.append(0)
-        more = [given.pop()[0]] if given and len(asked) >= given[-1][1] else []
-        for each in more:
-            name = each.job.name
-            model.add_adapter(name, copy.deepcopy(ADAPTERS[name]))
-            for path, p in parameters(whole, name).items():
-                model.get_parameter(path).data.copy_(p)
-        return more
-
-    trained = train(model, [med], capacity=40, stages=2, folder=Path(os.environ["FOLDER"]) / "join", join=join)
+    join = joining(model, whole, given, asked)
+    trained = train(
+        model, [med], capacity=40, stages=2, folder=Path(os.environ["FOLDER"]) / "join", join=lambda: asked.append(0) or join()
+    )
     as_alone(trained, (law, med, code), model)
 
 

@@ -362,15 +362,11 @@ def test_a_job_that_joins(reads, tmp_path):
             train(again, less, **given)
 
 
-def test_jobs_join_while_others_run(tmp_path):
-    """law's adapter is made in between, by who gives its job; code joins when all others are done."""
-    law, med, code = jobs_of()
-    model, steps, whole = model_of(adapters={"med": ADAPTERS["med"]}), [], model_of()
-    model.load_state_dict(whole.state_dict(), strict=False)
-    given = [(code, 4 + 6), (law, 2)]  # a job, and the steps that are seen before
+def joining(model, whole, given, seen):
+    """Gives each job of ``given`` when so many were seen; its adapter is made then, and begins as that of ``whole``."""
 
     def join():
-        more = [given.pop()[0]] if given and len(steps) >= given[-1][1] else []
+        more = [given.pop()[0]] if given and len(seen) >= given[-1][1] else []
         for each in more:
             name = each.job.name
             model.add_adapter(name, copy.deepcopy(ADAPTERS[name]))
@@ -378,6 +374,17 @@ def test_jobs_join_while_others_run(tmp_path):
                 model.get_parameter(path).data.copy_(p)
         return more
 
+    return join
+
+
+def test_jobs_join_while_others_run(tmp_path):
+    """law's adapter is made in between, by who gives its job; code joins when all others are done."""
+    law, med, code = jobs_of()
+    model, steps, whole = model_of(adapters={"med": ADAPTERS["med"]}), [], model_of()
+    model.load_state_dict(whole.state_dict(), strict=False)
+    given = [(code, 4 + 6), (law, 2)]  # a job, and the steps that are seen before
+
+    join = joining(model, whole, given, steps)
     trained = train(model, [med], capacity=40, folder=tmp_path, on_step=steps.append, join=join)
     as_alone(trained, (law, med, code), model)
     assert [step.name for step in steps[:2]] == ["med"] * 2 and len(steps) == sum(map(len, trained.losses.values()))
