@@ -120,6 +120,13 @@ def same(got, want):
     assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def alike(got, want):
+    """The same launches on a CPU. On a GPU a model's norms and few tokens' x A^T are formed another way: last bits differ."""
+    if device.NAME == "cpu":
+        return same(got, want)
+    assert len(got) == len(want) and all(rel_l2(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
+
+
 def first(model):
     return model.base_model.model[0]
 
@@ -132,7 +139,7 @@ def test_a_checkpoints_layer_is_one_call_on_its_codes(kind, dtype):
     got = step(use_fdora(model), x)
     for a, b, c in zip(got, naive(model, W, x), truth(model, x, W.dequantize(torch.float64)), strict=True):
         assert_within(a, b, c)
-    same(got, by_hand(model, W, x))
+    alike(got, by_hand(model, W, x))
     (row,) = report(model)
     assert (row.fused, row.composed, row.fallbacks, row.weight, row.codes) == (1, 0, {}, "fp8", 0)
     assert first(model).base_layer.weight.dtype == torch.float8_e4m3fn
@@ -143,7 +150,7 @@ def test_and_multiplies_codes_where_it_is_asked_to(kind):
     model, W = checkpoint(kind)
     x, decoded = inputs(), step(use_fdora(model), inputs())
     got = step(use_fdora(model, compute="fp8"), x)
-    same(got, by_hand(model, W, x, compute="fp8"))
+    alike(got, by_hand(model, W, x, compute="fp8"))
     assert 1e-3 < rel_l2(got[0], decoded[0]) < 4e-2
     (row,) = report(model)
     assert (row.compute, row.codes, row.why_decoded) == ("fp8", 1, "")
@@ -161,7 +168,8 @@ def test_and_multiplies_codes_in_backward_for_x_alone():
     for how in (None, "fp8"):
         use_fdora(model, compute="fp8", grad_compute=how)
         found.append(torch.autograd.grad(model(x), leaves, dy))
-    assert all(map(torch.equal, found[0][1:], found[1][1:])) and 0.01 < rel_l2(found[1][0], found[0][0]) < 0.04
+    alike(found[0][1:], found[1][1:])
+    assert 0.01 < rel_l2(found[1][0], found[0][0]) < 0.04
     assert copy.deepcopy(model.base_model.model[0].lora_variant["default"]).grad_compute == "fp8"
     with pytest.raises(FdoraError, match="`grad_compute` must be None without compute, got 'fp8'"):
         use_fdora(model, grad_compute="fp8")
@@ -182,8 +190,8 @@ def test_codes_are_kept_transposed_and_anew_where_they_change():
             assert not both or torch.equal(W.tensors[2].float(), base.weight.float().T)
             with torch.no_grad():  # as load_state_dict writes
                 base.weight.copy_(-base.weight.float())
-    same(found[0], found[2])
-    same(found[1], found[3])
+    alike(found[0], found[2])
+    alike(found[1], found[3])
     with pytest.raises(FdoraError, match="`transposed` must be False without grad_compute"):
         use_fdora(model, compute="fp8", transposed=True)
 
@@ -291,7 +299,7 @@ def test_a_dense_weight_is_rounded_once_and_says_so(tmp_path):
     assert base.weight.nbytes + base.weight_scale.nbytes == size / 2 + 4 * N
     layer = nn.Sequential(first(model))
     layer.base_model = SimpleNamespace(model=layer)
-    same(step(layer, x), by_hand(model, W, x, compute="fp8"))
+    alike(step(layer, x), by_hand(model, W, x, compute="fp8"))
     plain = lambda x: x @ W.dequantize(x.dtype).T + base.bias  # noqa: E731
     with model.disable_adapter():
         assert rel_l2(first(model)(x), plain(x)) < 4e-3
