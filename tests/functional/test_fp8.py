@@ -103,8 +103,10 @@ def test_backward_may_round_dz_for_dx_alone(kind, p, compute):
         base = rounded((dz.float() * scales).detach(), 272) @ codes.double()
     else:
         base = rounded(dz.detach(), 272 if kind == "tensor" else 128) @ W.dequantize(torch.float64)
-    want = base + (results[1][0].double() - dz.double() @ W.dequantize(BF16).double())
-    assert rel_l2(results[0][0], want) < 4e-3 and 0.01 < rel_l2(results[0][0], results[1][0]) < 0.04
+    want = base + (results[1][0].double() - dz.double() @ W.dequantize(torch.float64))
+    # Where a scale is a power of two, codes of bfloat16 numbers are often halfway: the last bit of a GPU's 1 / scale decides.
+    most = 4e-3 if device.NAME == "cpu" or kind == "row" else 7e-3
+    assert rel_l2(results[0][0], want) < most and 0.01 < rel_l2(results[0][0], results[1][0]) < 0.04
 
 
 def members(*sizes, dtype=BF16, kinds=("row",)):

@@ -113,17 +113,27 @@ def _halves(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _product(b, a, acc, SPLIT: tl.constexpr):
-    """acc + b a. Of float32 factors three float16 products, as in split.py, but scaled by what is in this slab."""
+def _terms(b, SPLIT: tl.constexpr):
+    """A slab of B as products take it; the same for all tiles of its rows where the slab holds the rank."""
     if SPLIT:
-        b_hi, b_lo, by_n = _halves(b.to(tl.float32), 1)
+        terms = _halves(b.to(tl.float32), 1)
+    else:
+        terms = b, None, None
+    return terms
+
+
+@triton.jit
+def _product(b, a, acc, SPLIT: tl.constexpr):
+    """acc + b a, of the terms of b. Of float32 factors three float16 products, as in split.py, but scaled by what is in this slab."""
+    b_hi, b_lo, by_n = b
+    if SPLIT:
         a_hi, a_lo, by_k = _halves(a.to(tl.float32), 0)
         part = tl.dot(b_hi, a_hi)
         part = tl.dot(b_hi, a_lo, part)
         part = tl.dot(b_lo, a_hi, part)
         acc += part * by_n * by_k
     else:
-        acc = tl.dot(b, a, acc)
+        acc = tl.dot(b_hi, a, acc)
     return acc
 
 
@@ -154,7 +164,7 @@ def squares_of_item(
     B += first_n.to(tl.int64) * stride_bn
     if ONE_SLAB:
         at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
-        b = _load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R)
+        b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R), SPLIT)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
         in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
@@ -171,7 +181,7 @@ def squares_of_item(
                 at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
                 b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
                 a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
-                acc = _product(b, a, acc, SPLIT)
+                acc = _product(_terms(b, SPLIT), a, acc, SPLIT)
         v = w.to(tl.float32) + s * acc
         squares += tl.sum(v * v, axis=1)
     at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
