@@ -118,7 +118,7 @@ def _terms(b, SPLIT: tl.constexpr):
     if SPLIT:
         terms = _halves(b.to(tl.float32), 1)
     else:
-        terms = b, None, None
+        terms = b, b, b
     return terms
 
 
