@@ -14,6 +14,7 @@ from itertools import product
 
 import torch
 
+from bench.decoder import DTYPES
 from bench.kernels import by_name, profiled
 from bench.suite import Some, Suite
 from fdora.functional import dora_norm, dora_norm_state, dora_norm_tree, dora_norm_tree_state
@@ -28,17 +29,17 @@ MODELS = {
 }
 
 
-def linears(sizes: tuple[int, ...], layers: int, r: int, device: str) -> tuple[list, list]:
+def linears(sizes: tuple[int, ...], layers: int, r: int, dtype: torch.dtype, device: str) -> tuple[list, list]:
     """W, and A with B, of all linears: of this hidden size, width of the MLP, N of k and v."""
     width, mlp, kv = sizes
     shapes = [(width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width), (width, mlp)] * layers
     W = [torch.randn(n, k, device=device).mul_(k**-0.5).bfloat16() for n, k in shapes]
-    pairs = [(torch.randn(r, k, device=device).bfloat16(), torch.randn(n, r, device=device).bfloat16()) for n, k in shapes]
+    pairs = [tuple(torch.randn(shape, device=device).to(dtype) for shape in ((r, k), (n, r))) for n, k in shapes]
     return W, pairs
 
 
-def case(model: str, layers: int, r: int, device: str, speed: float | None) -> list[dict]:
-    W, pairs = linears(MODELS[model], layers, r, device)
+def case(model: str, layers: int, r: int, adapter: str, device: str, speed: float | None) -> list[dict]:
+    W, pairs = linears(MODELS[model], layers, r, DTYPES[adapter], device)
     new = dora_norm_tree_state(W)
     kept = dora_norm_tree(W, pairs, s=S, state=new)
     states = [dora_norm(w, *p, s=S, state=dora_norm_state(w)) for w, p in zip(W, pairs, strict=True)]
@@ -52,7 +53,7 @@ def case(model: str, layers: int, r: int, device: str, speed: float | None) -> l
     for name, call in ways.items():
         call()
         each = by_name(profiled(call, device, CALLS), 1e3 * CALLS)
-        row = {"model": model, "layers": layers, "r": r, "way": name, "ms": round(sum(ms for _, ms in each), 4)}
+        row = {"model": model, "layers": layers, "r": r, "adapter": adapter, "way": name, "ms": round(sum(ms for _, ms in each), 4)}
         row["kernels"] = {kernel: round(ms, 5) for kernel, ms in each}
         if speed:
             read = factors + (sum(w.nbytes for w in W) if name in ("plain", "changed") else 0)
@@ -65,13 +66,14 @@ OPTIONS = {
     "--models": Some(MODELS, ["qwen3-8b", "qwen3-1.7b"]),
     "--layers": 12,
     "--r": [16, 384],
+    "--adapter": Some(DTYPES, ["bf16"]),
 }
 
 
 def measure(run):
     options, speed = run.options, run.facts.get("bytes_per_ms")
-    for model, r in run.cases(product(options.models, options.r)):
-        run.add(*case(model, options.layers, r, options.device, speed))
+    for model, r, adapter in run.cases(product(options.models, options.r, options.adapter)):
+        run.add(*case(model, options.layers, r, adapter, options.device, speed))
 
 
 main = Suite(measure, OPTIONS)

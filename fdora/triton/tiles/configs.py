@@ -96,6 +96,11 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
     four 0.117, with three 0.119, 128 x 128 with none 0.131. r = 384: 64 x 128 0.524, 128 x 64 0.557, 128 x 128 by 8 warps
     0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340, and in one slab with three tiles of W ahead 128 x 64 by 8
     warps 0.161, 64 x 64 0.184 (h200/norm_model_128.json).
+
+    float32 A and B there, where splitting them weighs more than the products (bench/NOTES.md, float32 adapters of a model):
+    r = 64 128 x 128 with two tiles of W ahead 0.533, 64 x 64 0.588, 64 x 128 in slabs of 32 1.69; r = 16 64 x 64 0.284; r = 128 in
+    one slab 64 x 64 0.741, 128 x 64 0.854; r = 384 64 x 64 in slabs of 64 4.33, 64 x 128 in slabs of 32 8.96 (128 x 128 3.22: it
+    spills).
     """
     if not whole:
         return TreeConfig(64, 64, 16, 8, 2)
@@ -106,6 +111,15 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
             return TreeConfig(128, 64, 128, 8, 3, 3, 2)
         if r % 64 == 0:
             return TreeConfig(64, 128, 64, 4, 3, 0, 4)
+    if half_weight and 90 <= capability < 100:
+        if r <= 32:
+            return TreeConfig(64, 64, max(16, power_of_two(r)), 4, 3, 3, 8)
+        if r <= 64:
+            return TreeConfig(128, 128, 64, 8, 2, 2, 2)
+        if r <= 128:
+            return TreeConfig(64, 64, 128, 4, 3, 2, 4)
+        if r % 64 == 0:
+            return TreeConfig(64, 64, 64, 4, 2, 0, 4)
     block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill
     if half and half_weight:
         return TreeConfig(128, 128, block_r, 8, 3)
