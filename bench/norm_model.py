@@ -53,7 +53,8 @@ def case(model: str, layers: int, r: int, adapter: str, device: str, speed: floa
     for name, call in ways.items():
         call()
         each = by_name(profiled(call, device, CALLS), 1e3 * CALLS)
-        row = {"model": model, "layers": layers, "r": r, "adapter": adapter, "way": name, "ms": round(sum(ms for _, ms in each), 4)}
+        row = {"model": model, "layers": layers, "r": r, "adapter": adapter, "way": name}
+        row["ms"] = round(sum(ms for _, ms in each), 4)
         row["kernels"] = {kernel: round(ms, 5) for kernel, ms in each}
         if speed:
             read = factors + (sum(w.nbytes for w in W) if name in ("plain", "changed") else 0)

@@ -115,7 +115,7 @@ def _halves(x, AXIS: tl.constexpr):
 @triton.jit
 def _terms(b, SPLIT: tl.constexpr):
     """A slab of B as products take it; the same for all tiles of its rows where the slab holds the rank."""
-    if SPLIT:
+    if SPLIT:  # noqa: SIM108 (the compiler takes no such tuple from a conditional expression)
         terms = _halves(b.to(tl.float32), 1)
     else:
         terms = b, b, b
@@ -124,7 +124,7 @@ def _terms(b, SPLIT: tl.constexpr):
 
 @triton.jit
 def _product(b, a, acc, SPLIT: tl.constexpr):
-    """acc + b a, of the terms of b. Of float32 factors three float16 products, as in split.py, but scaled by what is in this slab."""
+    """acc + b a, of the terms of b. Of float32 factors three float16 products, scaled by what is in this slab."""
     b_hi, b_lo, by_n = b
     if SPLIT:
         a_hi, a_lo, by_k = _halves(a.to(tl.float32), 0)
