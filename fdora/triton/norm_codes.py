@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
+from fdora.triton.codes import LOOKUP, Ints, Packed, decoding, group_of, groups_of, in_pairs
 from fdora.triton.hash import UNGUARDED, Guard
 from fdora.triton.kernels.quant import quant_kernel
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
@@ -20,7 +20,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
 from fdora.triton.split import Factors
-from fdora.triton.tiles.quant import StripConfig, quant_config, run_of, strip_config
+from fdora.triton.tiles.quant import StripConfig, quant_config, run_of, strip_config, within
 
 SECOND = 256  # groups to a second scale
 
@@ -35,6 +35,9 @@ def squares_of_codes(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Gu
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and of.scale_n is None
     on, pairs = plan.device, in_pairs(W.form, K)
     config = quant_config(R, of.A.itemsize == 2, on.capability, pairs, wide, aligned, dense is not None)
+    if group := group_of(W):
+        most = 64 if isinstance(W.form, Ints) and W.form.indexed else 128  # a scale and a zero for each number
+        config = config._replace(BLOCK_K=within(min(most, config.BLOCK_K), group))
     block_n, block_k, block_r = config[:3]
     run = config.RUN
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), on.num_sms) if comes_ahead(W, block_k) else 1)
@@ -57,6 +60,8 @@ def comes_ahead(W: Packed, block_k: int) -> bool:
     """Whether a kernel fetches the next tile's codes early. Beside a scale or an address for each code it would spill."""
     if isinstance(W.form, Lut4):
         return in_pairs(W.form, W.shape[1])
+    if isinstance(W.form, Ints):
+        return not W.form.indexed and W.form.group % block_k == 0
     return W.form.scale != "block" or W.form.block[1] % block_k == 0
 
 
