@@ -223,6 +223,15 @@ def test_packed_integers(name):
 
 
 @needs_kernels
+def test_every_tile_of_rows_that_share_bytes_is_written():
+    """Where nothing is left of an earlier call."""
+    case = INTS["hqq"]()
+    junk = [torch.full((128 * 128 * n,), float("nan"), device=device.NAME) for n in range(1, 9) for _ in range(3)]
+    del junk
+    assert torch.equal(dense_of(case, FP32), case.W)
+
+
+@needs_kernels
 def test_groups_by_an_index():
     """In order a tile asks for one scale a row; of no group, NaN in that column."""
     case = ints(gptq, act_order=False, N=40, K=192, group=64)
