@@ -15,7 +15,7 @@ from fdora import quant as quantised
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
-from fdora.triton.quant import plan_quant_norm, quant_norm
+from fdora.triton.quant import plan_quant_norm, quant_norm, stack_norms_of_codes
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
@@ -243,6 +243,25 @@ def test_groups_by_an_index():
     index[70], index[191] = 3, -1
     got = dense_of(Case(Coded((40, 192), form), (*tensors, index), case.W), FP32)
     assert got.isnan().all(0).nonzero().flatten().tolist() == got.isnan().any(0).nonzero().flatten().tolist() == [70, 191]
+
+
+@needs_kernels
+@pytest.mark.parametrize("N", [8, 12])
+def test_experts_of_packed_integers(N):
+    """One behind the other: of AWQ where each begins with a word, else the answer is None."""
+    for case_of, name in (
+        (lambda: awq(2 * N, 64, 32), "awq"),
+        (lambda: gptq(N=2 * N, K=64), "gptq"),
+        (lambda: hqq(4, 1, N=2 * N), "hqq"),
+    ):
+        W = case_of()[0].to(device.NAME)
+        A, B = torch.randn(2, 4, 64).to(device.NAME, HALF), torch.randn(2, N, 4).to(device.NAME, HALF)
+        c = stack_norms_of_codes(W.spec, W.tensors, A, B, 0.7)
+        if name == "awq" and N == 12:
+            assert c is None
+            continue
+        for e, part in enumerate(W.dequantize(FP32).split(N)):
+            assert_norm(c[e], part, A[e], B[e], 0.7)
 
 
 @needs_kernels
