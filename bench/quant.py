@@ -12,6 +12,7 @@ samples for the weight as it is decoded before it is timed. The ways of a layer:
     qlora, qdora                PEFT's LoRA and DoRA around that layer
     unsloth_qlora, axolotl_qlora, axolotl_qdora   their Functions with a packed W (--rival-path; the last keeps its norm)
     fdora, fdora_inside         dora_linear on the same codes, with the norm given and computed in the call
+    fdora_hqq, fdora_gptq, ...  the same on codes of HQQ in groups of 64, GPTQ and AWQ of 128; only where --ways has it
 
 The rows of the norm: ``codes`` is dora_norm of the codes, ``dense`` that of a dense bf16 W, ``decode`` bitsandbytes'
 dequantisation alone, ``dequantize`` ours, ``dequantize_norm`` that with the norm in the same pass.
@@ -35,10 +36,11 @@ from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
 from bench.layer import TOLERANCE, errors, truths
+from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
-from bench.truth import norm_of
-from bench.ways import BF16, Inputs, S, Way, build, by_mode, checked, ratios, trained, warm
+from bench.truth import Truth, norm_of
+from bench.ways import BF16, FDORA, Inputs, S, Way, build, by_mode, checked, ratios, trained, warm
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -48,6 +50,7 @@ WAYS = (
     *("linear", "linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora", "fdora"),
     "fdora_inside",
 )
+CODED = tuple(f"fdora_{of}{end}" for end in ("", "_inside") for of in FORMATS)
 # Each way by its name beside a dense weight.
 DENSE = {"linear": "frozen", "qlora": "peft_lora", "qdora": "peft_dora", "unsloth_qlora": "unsloth_lora"}
 DENSE |= {"axolotl_qlora": "axolotl_lora", "axolotl_qdora": "axolotl_dora"}
@@ -62,11 +65,22 @@ class Quantised:
         self.i = Inputs.random(M, K, N, r, BF16, device)
         self.weight = bnb.nn.Params4bit(self.i.W, requires_grad=False, compress_statistics=True, quant_type="nf4")
         self.weight = self.weight.to(device)
-        self.qw = from_bnb(self.weight)
+        self.qw, self.dense = from_bnb(self.weight), self.i.W
         self.i.W = self.qw.dequantize(BF16)
         self.i.norm = dora_norm(self.qw, self.i.A, self.i.B, s=S, backend="eager").detach()
         with torch.no_grad():
             self.i.m.copy_(self.i.norm * (1 + 0.0015 * torch.randn_like(self.i.norm)))
+        self.each: dict[str, tuple[Inputs, dict[str, Truth]]] = {}
+
+    def coded(self, name: str) -> tuple[Inputs, dict[str, Truth]]:
+        """The same inputs with W as codes of another format, where a way names one; else of this one."""
+        of = name.split("_")[1] if name in CODED else ""
+        if of not in self.each:
+            qw = FORMATS[of](self.dense) if of else self.qw
+            norm = dora_norm(qw, self.i.A, self.i.B, s=S, backend="eager").detach() if of else self.i.norm
+            i = replace(self.i, W=qw, norm=norm)
+            self.each[of] = i, truths(i, qw.dequantize(torch.float32))
+        return self.each[of]
 
     def layer(self) -> nn.Module:
         import bitsandbytes as bnb
@@ -81,14 +95,16 @@ class Quantised:
         if name == "axolotl_qdora" and self.i.A.shape[0] > 128:
             # It holds A's rows, padded to 512, by 2048 columns in registers: at r = 384 Triton had not ended after 4 minutes.
             raise NotImplementedError("its kernel of the norm does not compile in minutes above r = 128")
-        weights = {"linear": self.i.W, "qlora": self.layer(), "qdora": self.layer(), "fdora": self.qw, "fdora_inside": self.qw}
+        if name.startswith("fdora"):
+            return build(name, self.coded(name)[0])
+        weights = {"linear": self.i.W, "qlora": self.layer(), "qdora": self.layer()}
         i = replace(self.i, W=weights.get(name, self.weight.data))
         return build(DENSE.get(name, name), i, rival_path, state=self.weight.quant_state)
 
 
 def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
     case = Quantised(M, K, N, r, options.device)
-    truth, peak = truths(case.i, case.qw.dequantize(torch.float32)), {}
+    peak = {}
 
     def measured(name: str, way: Way) -> None:
         if way.both is not None and not (M * N > 2**28 and name in ("qdora",)):
@@ -97,8 +113,9 @@ def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> l
     ways, error, failed = checked(
         options.ways,
         lambda name: case.way(name, options.rival_path),
-        lambda name, way: errors(way, truth),
+        lambda name, way: errors(way, case.coded(name)[1]),
         TOLERANCE,
+        (*FDORA, *CODED),
         after=measured,
     )
     free(options.device)
@@ -159,15 +176,17 @@ def decoding(qw: QuantWeight, adapter: tuple[Tensor, Tensor] | None) -> Callable
     return lambda: run(done, tensors, (S,))
 
 
-def compile_case(*case: int) -> None:
+def compile_case(ways: list[str], *case: int) -> None:
     made = Quantised(*case, "cuda")
-    for name in ("fdora", "fdora_inside"):
+    for name in ("fdora", "fdora_inside", *(way for way in ways if way in CODED)):
         warm(made.way(name, []))
     dora_norm(made.i.W, made.i.A.detach(), made.i.B.detach(), s=S)
 
 
 PAIRS = (
     *(("fdora", other) for other in ("linear", "linear4bit", "qlora", "unsloth_qlora", "axolotl_qlora")),
+    *((f"fdora_{of}", "fdora") for of in FORMATS),
+    *((f"fdora_{of}_inside", "fdora_inside") for of in FORMATS),
     *(("qdora", "fdora"), ("qdora", "fdora_inside"), ("axolotl_qdora", "fdora"), ("fdora_inside", "qlora")),
 )
 
@@ -214,7 +233,7 @@ def markdown(result: dict) -> str:
         for row in result["norms"]
     ]
     few = [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
-    names = [way for way in WAYS if any(way in row["ms"] for row in few)]
+    names = [way for way in (*WAYS, *CODED) if any(way in row["ms"] for row in few)]
     cases = [
         ["{M}, {K} x {N}, {r}, {mode}".format(**row), *(f"{row['ms'][way]:.3f}" if way in row["ms"] else "" for way in names)]
         for row in few
@@ -229,7 +248,7 @@ OPTIONS = {
     "--shapes": dict(type=shapes, default=SHAPES, help="KxN, comma separated"),
     "--M": [1, 16, 512, 4096, 16384],
     "--r": [16, 64, 384],
-    "--ways": (Some(WAYS), "comma separated"),
+    "--ways": (Some((*WAYS, *CODED), WAYS), "comma separated"),
     "--no-norms": (False, "layers alone"),
     **RIVAL_PATH,
 }
@@ -255,4 +274,10 @@ def measure(run: Run) -> None:
     run.end("fdora")
 
 
-main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, ahead=lambda options: (compile_case, cases(options)))
+main = Suite(
+    measure,
+    OPTIONS,
+    runs=7,
+    seconds=math.inf,
+    ahead=lambda options: (compile_case, [(options.ways, *case) for case in cases(options)]),
+)

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import __main__ as entry
-from bench import records, ways
+from bench import quant, records, ways
 from bench import suite as suites
 from bench.attempt import Failures
 from bench.truth import Truth
@@ -28,7 +28,7 @@ SMALL = {
     "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
-    "quant": "--shapes 128x64 --M 4 --r 4 --runs 1",
+    "quant": "--shapes 128x64 --M 4 --r 4 --runs 1 --ways " + ",".join((*quant.WAYS, *quant.CODED[1:5])),
     "quant_model": "--model tiny --layers 1 --S 8 --r 4 --runs 1",
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4",

@@ -166,4 +166,4 @@ def from_awq(
 def finish(fn: str, kind: str, tensors: tuple, shape: tuple[int, int], facts: Gptq, dtype: torch.dtype | None) -> QuantWeight:
     dtype = tensors[2].dtype if dtype is None else dtype
     check_floating(fn, dtype)
-    return made(fn, kind, tensors, shape, dtype, facts)
+    return made(fn, kind, tensors if tensors[-1] is not None else tensors[:-1], shape, dtype, facts)

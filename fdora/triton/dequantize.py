@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fdora.quant import Lut4, QuantSpec
-from fdora.triton.codes import Coded, Packed, decoding, facts_of, in_pairs, of_weight, packed, tensors_of
+from fdora.triton.codes import Coded, Ints, Packed, decoding, facts_of, group_of, in_pairs, of_weight, packed, tensors_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
 from fdora.triton.norm import norm
@@ -76,13 +76,18 @@ def decode(plan: Builder, W: Packed, out: Array, g: G | None = None, first: int 
     (N, columns), last = out.shape, first + out.shape[1]
     given, config = _tile_of(plan, W, columns, out.itemsize)
     given |= {"out": out, "first": first, "last": last, "pitch": out.stride[0], **named("m c", g or (None, None))}
+    given |= {"PAIRED": isinstance(W.form, Ints) and W.form.per == 2 and N // 2 % config.BLOCK_N == 0}
     plan.launch(dequantize_kernel, (cdiv(N, config.BLOCK_N) * cdiv(columns, config.BLOCK_K),), given, config)
 
 
-def _tile_of(plan: Builder, W: Packed, columns: int, itemsize: int) -> tuple[dict[str, Any], DequantizeConfig]:
+def _tile_of(
+    plan: Builder, W: Packed, columns: int, itemsize: int, lost: bool = False
+) -> tuple[dict[str, Any], DequantizeConfig]:
     """What kernels that decode so many columns are given, to numbers of so many bytes."""
     N, K = W.shape
-    config = dequantize_config(in_pairs(W.form, K), itemsize, isinstance(W.form, Lut4))
+    config = dequantize_config(in_pairs(W.form, K), itemsize, isinstance(W.form, Lut4), group_of(W))
+    if lost and isinstance(W.form, Ints):  # beside sums over tokens 64 rows would spill
+        config = config._replace(BLOCK_N=32)
     even = N % config.BLOCK_N == 0 and columns % config.BLOCK_K == 0
     return decoding(W, plan.device.capability) | {"N": N, "K": K, "EVEN": even}, config
 
@@ -91,7 +96,7 @@ def redo_lost(
     plan: Builder, W: Packed, dy: Array, x: Array, h: Array, B: Array, g: G, dm: Array | None, dc: Array | None
 ) -> None:
     """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
-    given, config = _tile_of(plan, W, W.shape[1], x.itemsize)
+    given, config = _tile_of(plan, W, W.shape[1], x.itemsize, lost=True)
     given |= {"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "tiny": tiny_of(dy.dtype), **named("M R", h.shape)}
     plan.launch(lost_kernel, "N", given, g, config)
 

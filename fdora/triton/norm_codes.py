@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import LOOKUP, Packed, decoding, groups_of, in_pairs
+from fdora.triton.codes import LOOKUP, Ints, Packed, decoding, group_of, groups_of, in_pairs
 from fdora.triton.hash import UNGUARDED, Guard
 from fdora.triton.kernels.quant import quant_kernel
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
@@ -20,7 +20,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar, Tile
 from fdora.triton.split import Factors
-from fdora.triton.tiles.quant import StripConfig, quant_config, run_of, strip_config
+from fdora.triton.tiles.quant import StripConfig, quant_config, run_of, strip_config, within
 
 SECOND = 256  # groups to a second scale
 
@@ -35,6 +35,9 @@ def squares_of_codes(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Gu
     wide = isinstance(W.form, Lut4) and W.form.group >= 32 and of.scale_n is None
     on, pairs = plan.device, in_pairs(W.form, K)
     config = quant_config(R, of.A.itemsize == 2, on.capability, pairs, wide, aligned, dense is not None)
+    if group := group_of(W):
+        most = 64 if isinstance(W.form, Ints) and W.form.indexed else 128  # a scale and a zero for each number
+        config = config._replace(BLOCK_K=within(min(most, config.BLOCK_K), group))
     block_n, block_k, block_r = config[:3]
     run = config.RUN
     run = run or (run_of(cdiv(N, block_n), cdiv(K, block_k), on.num_sms) if comes_ahead(W, block_k) else 1)
@@ -57,6 +60,8 @@ def comes_ahead(W: Packed, block_k: int) -> bool:
     """Whether a kernel fetches the next tile's codes early. Beside a scale or an address for each code it would spill."""
     if isinstance(W.form, Lut4):
         return in_pairs(W.form, W.shape[1])
+    if isinstance(W.form, Ints):
+        return not W.form.indexed and W.form.group % block_k == 0
     return W.form.scale != "block" or W.form.block[1] % block_k == 0
 
 
@@ -68,7 +73,8 @@ def strips_of(plan: Builder, W: Packed, A: Array) -> StripConfig | None:
     if not isinstance(form, Lut4) or A.itemsize != 2 or not W.codes.aligned or not in_pairs(form, K) or form.group < 8:
         return None
     config = strip_config(R, K, plan.device.capability)
-    return None if config is None or K % config.BLOCK_K or not is_tma_compatible(A) else config
+    fits = config is not None and K % config.BLOCK_K == 0 and config.BLOCK_R * 3 >= R and is_tma_compatible(A)
+    return config if fits else None
 
 
 def _along_strips(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Guard, first: int, config: StripConfig) -> Array:
@@ -82,6 +88,7 @@ def _along_strips(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Guard
     codes = decoding(W, plan.device.capability, LOOKUP) | {"codes": W.codes.words((W.codes.numel // 4,), (1,), torch.int32)}
     given = {"A": Tile(of.A, (config.BLOCK_R, config.BLOCK_K)), "B": of.B, "partial": partial, "s": s}
     given |= {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN, "EVEN": N % config.BLOCK_N == 0}
+    given |= {"SLABS": cdiv(R, config.BLOCK_R)}
     given |= {"ONE_SECOND": 0 < together <= SECOND and groups_of(W) % together == 0}
     pdl = guarded and plan.pdl
     plan.launch(quant4_strips_kernel, (programs,), given, codes, guard, config, num_stages=config.AHEAD, pdl=pdl)

@@ -51,7 +51,7 @@ def norm_of_codes_guarded(
 
 def stack_norms_of_codes(spec: QuantSpec, tensors: Sequence[Tensor | None], A: Tensor, B: Tensor, s: float) -> Tensor | None:
     """c (E, N) float32 of a W (E N, K) whose experts are one behind the other, A (E, r, K) and B (E, N, r)."""
-    if (facts := facts_of(spec)) is None:
+    if (facts := facts_of(spec)) is None or (spec.kind == "awq" and B.shape[1] % 8):  # an expert begins within its words
         return None
     c: Tensor = _stack_norms(A, B, tensors_of(tensors), s, *facts)
     return c

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import Packed, decoding, groups_of, has_ptx
+from fdora.triton.codes import Packed, decoding, group_of, groups_of, has_ptx
 from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -35,6 +35,7 @@ from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
+from fdora.triton.tiles.quant import within
 
 BESIDE = 64  # above this rank h B is a part beside those of x W
 Config = SmallConfig | CodesConfig
@@ -176,6 +177,9 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
     rows = 8 if columns and M <= 8 else power_of_two(M)
     config = config or small_codes_config(rows, N, K, weight["BITS"], columns, capability, num_sms)
+    if group := group_of(W):
+        of_group = "BLOCK_N" if columns else "BLOCK_K"
+        config = config._replace(**{of_group: within(getattr(config, of_group), group)})
     step = config.BLOCK_K * config.SLICES
     even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
     beside = splits > 1 and not columns and r > BESIDE
@@ -201,7 +205,8 @@ def _codes(W: Packed, columns: bool, capability: int) -> dict[str, Any]:
         codes, strides = codes.words((codes.numel // 4,), (1,), torch.int32), (0, 0)
         how = (4, form.table, form.hi_first, form.group, form.scales, 1, ptx)
     else:
-        strides, facts = strides if columns else strides[::-1], decoding(W, capability)
+        facts = decoding(W, capability)
+        strides = (facts["stride_cn"], facts["stride_ck"]) if group_of(W) else strides if columns else strides[::-1]
         how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "SCALES", "BK", "PTX")))
     rest = (*W.rest, None, None, None)[:4]
     given = named("codes scales code256 scales2 offset stride_wk stride_wn", (codes, *rest, *strides))

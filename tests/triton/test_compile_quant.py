@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton.codes import Coded
+from fdora.triton import norm_codes
+from fdora.triton.codes import Coded, Ints
 from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
+from fdora.triton.tiles.quant import StripConfig
 from tests.triton.test_compile import LAST, TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
 from tests.triton.written import (
     BF16,
@@ -39,6 +41,13 @@ FORMS = {
     "fp8 tensor": Codes8("e4m3", "tensor", (0, 0), 1.0),
     "fp8 block": Codes8("e4m3", "block", (128, 128), 1.0),
     "fp8 narrow": Codes8("e4m3", "block", (64, 32), 1.0),
+}
+INTS = {
+    "hqq": Ints("hqq torch.bfloat16", 4, 64),
+    "gptq": Ints("gptq+1", 4, 128),
+    "gptq by an index": Ints("gptq+1", 4, 128, True),
+    "gptq 8": Ints("gptq", 8, 128),
+    "awq": Ints("awq", 4, 128),
 }
 NARROW = "fp8 narrow"  # more than one block to a tile: a scale for each element
 SOME = ("nf4 nested", "mxfp4", "fp8 block")  # of these everywhere, of all on sm_90
@@ -111,23 +120,41 @@ def test_ragged_ones(name, target, tmp_path):
         assert_fits(build(step_of(FORMS[name], target, *case), target), target, tmp_path)
 
 
-ALONE = [(name, 90) for name in ("nf4 nested", "nf4 4096", "nvfp4", "int8 of bitsandbytes", "fp8 block")]
-ALONE += [("nf4 4096", 80), ("fp8 block", 80), ("nvfp4", 100)]
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", INTS)
+def test_packed_integers(name, target, tmp_path):
+    """What changes registers is words, or bytes, or what is stored: a code of four bytes would be as large as four or eight of them."""
+    for case in (*WHOLE[:2], *WHOLE[3:], RAGGED[0]):
+        made = build(step_of(INTS[name], target, *case), target)
+        assert_fits(made, target, tmp_path, spill=8)
+        if isinstance(target, int) and not INTS[name].indexed and case[3] == BF16:
+            moved = [line for line in made.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
+            assert not any(re.search(r"tensor<\d+x\d+x(\d+x)*(i32|f32)", line) and len_of(line) > 128 * 32 for line in moved)
+
+
+def len_of(line):
+    return prod(map(int, re.findall(r"(\d+)x", re.search(r"tensor<([\dx]+)x", line)[0])))
+
+
+ALONE = [(name, 90) for name in ("nf4 nested", "nf4 4096", "nvfp4", "int8 of bitsandbytes", "fp8 block", *INTS)]
+ALONE += [("nf4 4096", 80), ("fp8 block", 80), ("nvfp4", 100), *product(("hqq", "gptq", "awq"), (80, 100))]
 
 
 @pytest.mark.parametrize(("name", "target"), ALONE)
 def test_dense_alone(name, target, tmp_path):
     """A thread writes the weights of the codes that it has read: 16 bytes at once, none through shared memory."""
-    for dtype, (N, K) in ((BF16, (1024, 4096)), (FP32, (1024, 4096)), (BF16, (1000, 4098))):
-        coded = Coded((N, K), FORMS[name])
+    form, odd = (FORMS | INTS)[name], 4160 if name in INTS else 4098
+    most = 16384 if name == "gptq by an index" else 4096 if name in INTS else 1024  # words and, by an index, scales; of groups
+    for dtype, (N, K) in ((BF16, (1024, 4096)), (FP32, (1024, 4096)), (BF16, (1000, odd))):
+        coded = Coded((N, K), form)
         (step,) = launches(plan_dense(likes_of_codes(coded), device(target), coded, dtype), "dequantize")
         made = build(step, target)
         assert_fits(made, target, tmp_path)
         if K == 4096:
             ptx = made.asm["ptx"]
             assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
-            assert made.metadata.shared <= 1024  # scales of groups
-            assert ("cvt.rn.bf16" in ptx) == (dtype == BF16)
+            assert made.metadata.shared <= most
+            assert ("cvt.rn.bf16" in ptx) == (dtype == BF16 or name == "hqq")  # which rounds as the library does
     if name == "nf4 4096":  # groups that go on in the next row
         coded = Coded((999, 4097), FORMS[name])
         (step,) = launches(plan_dense(likes_of_codes(coded), device(target), coded, BF16), "dequantize")
@@ -137,7 +164,7 @@ def test_dense_alone(name, target, tmp_path):
 @pytest.mark.parametrize(("name", "target"), ALONE)
 def test_dense_times_g(name, target, tmp_path):
     """That of backward, and the pass over rows without a magnitude, which ends at once where there are none."""
-    coded = Coded((1024, 4096), FORMS[name])
+    coded = Coded((1024, 4096), (FORMS | INTS)[name])
     lost, columns = launches(plan_dense_by_g(likes_of_codes(coded), device(target), coded, BF16))
     assert lost.kernel.fn.__name__.startswith("lost") and lost.grid < columns.grid
     for step in (lost, columns):
@@ -158,6 +185,14 @@ def test_no_scale_is_rounded_once_where_it_should_be_twice():
     ptx = build(step_of(FORMS["nf4 nested"], 90, *WHOLE[0]), 90).asm["ptx"]
     lone = re.search(r"fma\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+), (0f00000000|%r\d+);", ptx)
     assert lone and re.search(rf"add\S*\.f32\s+%r\d+, ({lone[1]}, %r\d+|%r\d+, {lone[1]});", ptx)
+
+
+def test_a_large_rank_along_strips(tmp_path, monkeypatch):
+    """In three slabs, each waiting for no copy; what the largest rank asks of shared memory."""
+    monkeypatch.setattr(norm_codes, "strip_config", lambda *_: StripConfig(128, 64, 128, 8, 2, 1024, 1))
+    made = build(step_of(FORMS["nf4 nested"], 90, 1024, 4096, 384, BF16, None), 90)
+    assert made.metadata.name == "quant4_strips_kernel" and "fence.proxy.async" not in made.asm["ptx"]
+    assert_fits(made, 90, tmp_path)
 
 
 def test_strips_wait_for_no_copy_before_a_product(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora._records import Operands
 from fdora.quant import Codes8, Lut4
-from fdora.triton.codes import Coded, packed
+from fdora.triton.codes import Coded, Ints, packed
 from fdora.triton.small import Back, Out, small_backward, small_forward
 from tests.triton.test_compile import TARGETS, WORDS, assert_fits, build, device, pytestmark  # noqa: F401
 from tests.triton.written import BF16, FP32, alike, launches, likes_of_codes, plan_of
@@ -20,6 +20,9 @@ FORMS = {
     "nvfp4": Lut4("e2m1", False, 16, "e4m3*global", "row"),
     "int8": Codes8("int8", "row", (0, 0), 1.0),
     "fp8": Codes8("e4m3", "block", (128, 128), 1.0),
+    "hqq": Ints("hqq torch.bfloat16", 4, 64),
+    "gptq": Ints("gptq+1", 4, 128),
+    "awq": Ints("awq", 4, 128),
 }
 
 
@@ -78,7 +81,9 @@ def assert_moves_no_weight(made):
     assert made.asm["ptx"].count("cvt.rn.bf16x2.f32") > 8 and "cp.async" in made.asm["ptx"]
 
 
-@pytest.mark.parametrize(("name", "target"), [("nvfp4", 80), ("int8", 90), ("fp8", 90)])
+@pytest.mark.parametrize(
+    ("name", "target"), [("nvfp4", 80), ("int8", 90), ("fp8", 90), *product(("hqq", "gptq", "awq"), (80, 90, 100))]
+)
 def test_other_formats(name, target, tmp_path):
     for M, columns in ((1, False), (32, True)):
         builds(steps_of(FORMS[name], target, M, columns), target, tmp_path)

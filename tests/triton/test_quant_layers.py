@@ -21,7 +21,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.small import LIMIT
 from tests import device
 from tests.close import rel_l2
-from tests.quant.make import CASES, QUANTISED
+from tests.quant.make import CASES, QUANTISED, awq, gptq, hqq
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, plan_dense
 
@@ -46,7 +46,19 @@ def undecoded(monkeypatch):
     monkeypatch.setattr(QuantWeight, "dequantize", refuse)
 
 
+PACKED = {
+    "hqq": lambda n, k: hqq(4, 1, n, k, 32, HALF)[0],
+    "gptq": lambda n, k: gptq(act_order=False, N=n, K=k, group=32)[0],
+    "gptq reordered": lambda n, k: gptq(N=n, K=k, group=32)[0],
+    "awq": lambda n, k: awq(n, k, 32)[0],
+}
+
+
 def weight(name, n=48, k=96, dtype=HALF, seed=0):
+    if name in PACKED:
+        W = PACKED[name](n, k)
+        small = [t / 64 if key in ("scales", "scale") else t for key, t in W.named().items()]
+        return replace(W, tensors=tuple(small), dtype=dtype)
     W = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8
     return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
 
@@ -74,7 +86,8 @@ def gradients(ys, leaves):
 
 def both(call, weights, leaves, refused):
     """Results and gradients with the codes, which only kernels may decode, and with the dense weights."""
-    dense = [W.dequantize(leaves[0].dtype) if isinstance(W, QuantWeight) else W for W in weights]
+    # in rows: a product of GPTQ's columns would be another sum
+    dense = [W.dequantize(leaves[0].dtype).contiguous() if isinstance(W, QuantWeight) else W for W in weights]
     with pytest.MonkeyPatch.context() as patch:
         if refused:
             patch.setattr(QuantWeight, "dequantize", lambda *_, **__: pytest.fail("decoded in torch"))
@@ -115,7 +128,9 @@ def assert_rounded(results):
 def test_dense_to_the_bit(name):
     """Every awkward weight of the reference decoder's tests, of the kinds that kernels read."""
     W = CASES[name]()[0].to(device.NAME)
-    assert is_decoded(W.spec) == (W.kind in ("nf4", "fp4", "mxfp4", "nvfp4", "int8", "fp8"))
+    others = {f"hqq {bits} bits axis {axis}" for bits in (8, 4, 2, 1) for axis in (0, 1)} - {"hqq 8 bits axis 1"}
+    others |= {"hqq across rows", "hqq of float", "gptq 2 bits", "opaque"}  # half a row, of 4 bits in an odd number of rows
+    assert is_decoded(W.spec) == (name not in others)
     if not is_decoded(W.spec):
         return
     tensors = tuple(tensors_of(W.tensors))
@@ -126,7 +141,7 @@ def test_dense_to_the_bit(name):
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", [*QUANTISED, *PACKED])
 def test_a_layer(name, tokens):
     W, x = weight(name), x_of(tokens)
     A, B, m = adapter(W)
@@ -137,7 +152,7 @@ def test_a_layer(name, tokens):
     (assert_outputs_equal if tokens == MANY else assert_rounded)(results)
     agree = assert_equal if tokens == MANY else assert_rounded
     with torch.no_grad():
-        dense = W.dequantize()
+        dense = W.dequantize().contiguous()
         agree(([dora_linear(x, W, A, B, m, s=S, norm=c)], [dora_linear(x, dense, A, B, m, s=S, norm=c)]))
 
 
@@ -185,10 +200,10 @@ def test_a_group_with_a_dense_one_and_a_frozen_one():
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("need_x", [False, True])
-def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
+@pytest.mark.parametrize(("name", "need_x"), [("nf4 nested", False), ("nf4 nested", True), ("awq", False), ("awq", True)])
+def test_rows_with_no_magnitude_have_their_gradient(name, need_x, tokens, undecoded):
     """y is 0 there: their products are formed again, from the codes."""
-    W, x = weight("nf4 nested"), x_of(tokens).detach().requires_grad_(need_x)
+    W, x = weight(name), x_of(tokens).detach().requires_grad_(need_x)
     A, B, m = adapter(W)
     m = m.detach()
     m[3] = m[7] = 0
@@ -196,7 +211,7 @@ def test_rows_with_no_magnitude_have_their_gradient(need_x, tokens, undecoded):
     y = dora_linear(x, W, A, B, m, s=S)
     dy = torch.randn(y.shape, device=y.device).to(HALF)
     (dm,) = torch.autograd.grad(y, m, dy)
-    V = x.detach().double() @ (lut4.decode(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
+    V = x.detach().double() @ (formats.kind_of(W.kind).dequantize(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
     want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
     assert rel_l2(dm[[3, 7]], want[[3, 7]]) < EPS and rel_l2(dm, want) < EPS
 

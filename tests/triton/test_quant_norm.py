@@ -14,15 +14,25 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import quant as quantised
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton.codes import Coded, weights_of, written
-from fdora.triton.quant import plan_quant_norm, quant_norm
+from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
+from fdora.triton.quant import plan_quant_norm, quant_norm, stack_norms_of_codes
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from fdora.triton.tiles.quant import run_of, strip_config
 from tests import device
+from tests.quant.make import awq, gptq, hqq
 from tests.triton.marks import INTERPRETED, needs_kernels
-from tests.triton.written import HOPPER, arguments, forms_of_codes, launches, likes_of_norm, plan_dense, plan_dense_norm
+from tests.triton.written import (
+    HOPPER,
+    arguments,
+    forms_of_codes,
+    ints_of_codes,
+    launches,
+    likes_of_norm,
+    plan_dense,
+    plan_dense_norm,
+)
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 FP32 = torch.float32
@@ -177,6 +187,98 @@ def test_four_bits(table, scales, shape):
     for dtype, s, high_first, dense in cases:
         case = four(table, scales, N, K, group, flat, high_first)
         assert_right(case, r, dtype, s, dense)
+
+
+def ints(make, *args, **sizes):
+    """A weight of tests/quant/make.py, and as its decoder has it, whose values test_weight.py holds to loops in float64."""
+    W, exact = make(*args, **sizes)
+    dense = W.dequantize(FP32)
+    assert (dense - exact).norm() <= 1e-3 * exact.norm()
+    return placed(Case(coded_of(W), tuple(tensors_of(W.tensors)), dense))
+
+
+# whole tiles; ragged ones; groups of a tile, shorter and longer ones; a last group that is shorter; one element
+INTS = {
+    "hqq": lambda: ints(hqq, 4, 1, N=128, K=128, group=64, dtype=HALF),
+    "hqq ragged": lambda: ints(hqq, 4, 1, N=70, K=120, group=8, dtype=HALF),
+    "hqq float": lambda: ints(hqq, 4, 1, N=34, K=192, group=64),
+    "hqq 8 bits": lambda: ints(hqq, 8, 1, N=37, K=160, group=32, dtype=HALF),
+    "gptq": lambda: ints(gptq, act_order=False, N=128, K=128, group=128),
+    "gptq ragged": lambda: ints(gptq, version=2, act_order=False, N=77, K=200, group=40),
+    "gptq one": lambda: ints(gptq, act_order=False, N=1, K=8, group=8),
+    "gptq reordered": lambda: ints(gptq, N=67, K=136, group=8),
+    "gptq 8 bits": lambda: ints(gptq, bits=8, act_order=False, N=69, K=192, group=64),
+    "gptq 8 bits reordered": lambda: ints(gptq, bits=8, version=2, N=33, K=100, group=20),
+    "awq": lambda: ints(awq, N=128, K=128, group=128),
+    "awq ragged": lambda: ints(awq, N=72, K=100, group=32),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", INTS)
+def test_packed_integers(name):
+    case = INTS[name]()
+    for r, dtype, s, dense in ((24, HALF, 0.7, HALF), (5, FP32, -2.0, FP32), (100, HALF, 0.0, None)):
+        assert_right(case, r, dtype, s, dense)
+
+
+@needs_kernels
+def test_every_tile_of_rows_that_share_bytes_is_written():
+    """Where nothing is left of an earlier call."""
+    case = INTS["hqq"]()
+    junk = [torch.full((128 * 128 * n,), float("nan"), device=device.NAME) for n in range(1, 9) for _ in range(3)]
+    del junk
+    assert torch.equal(dense_of(case, FP32), case.W)
+
+
+@needs_kernels
+def test_groups_by_an_index():
+    """In order a tile asks for one scale a row; of no group, NaN in that column."""
+    case = ints(gptq, act_order=False, N=40, K=192, group=64)
+    tensors = case.tensors[:3]
+    form = case.coded.form._replace(indexed=True)
+    index = torch.arange(192, device=device.NAME) // 64
+    for each in (index, index.int()):
+        assert torch.equal(dense_of(Case(Coded((40, 192), form), (*tensors, each), case.W), FP32), case.W)
+    index[70], index[191] = 3, -1
+    got = dense_of(Case(Coded((40, 192), form), (*tensors, index), case.W), FP32)
+    assert got.isnan().all(0).nonzero().flatten().tolist() == got.isnan().any(0).nonzero().flatten().tolist() == [70, 191]
+
+
+@needs_kernels
+@pytest.mark.parametrize("N", [8, 12])
+def test_experts_of_packed_integers(N):
+    """One behind the other: of AWQ where each begins with a word, else the answer is None."""
+    for case_of, name in (
+        (lambda: awq(2 * N, 64, 32), "awq"),
+        (lambda: gptq(N=2 * N, K=64), "gptq"),
+        (lambda: hqq(4, 1, N=2 * N), "hqq"),
+    ):
+        W = case_of()[0].to(device.NAME)
+        A, B = torch.randn(2, 4, 64).to(device.NAME, HALF), torch.randn(2, N, 4).to(device.NAME, HALF)
+        c = stack_norms_of_codes(W.spec, W.tensors, A, B, 0.7)
+        if name == "awq" and N == 12:
+            assert c is None
+            continue
+        for e, part in enumerate(W.dequantize(FP32).split(N)):
+            assert_norm(c[e], part, A[e], B[e], 0.7)
+
+
+@needs_kernels
+def test_packed_integers_that_kernels_do_not_read():
+    """Said by the plan, or left to torch: other bits, another axis, groups that go on in the next row, half a row."""
+    for W, _ in (
+        hqq(2, 1),
+        hqq(4, 0),
+        hqq(4, 1, N=3, K=20, group=6),
+        hqq(4, 1, N=5),
+        hqq(4, 1, dtype=torch.float64),
+        gptq(bits=2),
+    ):
+        assert not is_decoded(W.spec)
+    case = ints(awq, N=24, K=20, group=8)
+    with pytest.raises(ValueError, match=r"has tensors of \[60, 9, 72\] elements, got \[60, 9, 48\]"):
+        dense_of(case._replace(tensors=(*case.tensors[:2], case.tensors[2][:2])), FP32)
 
 
 MODES = (("tensor", (1, 1)), ("row", (1, 1)), ("block", (128, 128)), ("block", (16, 48)))
@@ -407,7 +509,7 @@ NESTED = Lut4("nf4", True, 64, "nested", "flat")
 
 
 def test_facts_come_back_from_what_an_op_takes():
-    weights = [None, *(Coded((96, 64), form) for form in forms_of_codes()), None]
+    weights = [None, *(Coded((96, 64), form) for form in forms_of_codes() + ints_of_codes()), None]
     text, numbers = written(weights)
     assert (
         weights_of(text, numbers) == tuple(weights) and {type(v) for v in text} == {str} and {type(v) for v in numbers} == {int}

@@ -16,7 +16,7 @@ from fdora.triton.small import Back, Out, reads, small_backward, small_forward
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
-from tests.triton.test_quant_norm import HALF, SCALES, eight, executed, four
+from tests.triton.test_quant_norm import HALF, INTS, SCALES, eight, executed, four
 from tests.triton.written import HOPPER, alike, launches, likes_of_codes, plan_of, results_of
 
 S = 0.7
@@ -114,6 +114,13 @@ def test_wide_groups_and_many_tokens():
 def test_eight_bits(code, unit, mode, block):
     for i, (M, N, K, r) in enumerate(((3, 32, 256, 16), (17, 133, 75, 5))):
         assert_right(eight(code, mode, N, K, block, unit), M, r, ROWS[2 - 2 * i], COLUMNS[2 * i])
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", INTS)
+def test_packed_integers(name):
+    for i, (M, r) in enumerate(((3, 5), (17, 16))):
+        assert_right(INTS[name](), M, r, ROWS[2 * i], COLUMNS[2 * i], FP32 if i else HALF)
 
 
 @needs_kernels

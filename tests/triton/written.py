@@ -222,6 +222,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def likes_of_codes(coded):
     """The tensors of a weight of codes."""
     (N, K), form = coded
+    if hasattr(form, "bits"):
+        groups, words = -(-K // form.group), torch.int32
+        if form.code.startswith("hqq"):
+            of_groups = alike(N * groups, dtype=BF16 if "bfloat" in form.code else FP16)
+            return [alike(N // form.per, K, dtype=torch.uint8), of_groups, of_groups]
+        codes = alike(K, N // 8, dtype=words) if form.code == "awq" else alike(K // form.per, N, dtype=words)
+        rest = [alike(groups, -(-N // form.per), dtype=words), alike(groups, N, dtype=FP16)]
+        return [codes, *rest, *[alike(K, dtype=words)] * form.indexed]
     if not hasattr(form, "table"):
         one = {"tensor": 1, "row": N}
         n = one[form.scale] if form.scale in one else -(-N // form.block[0]) * -(-K // form.block[1])
@@ -257,6 +265,16 @@ def forms_of_codes():
     forms = [Lut4(t, t != "e2m1", 32, s, "row" if s == "e8m0" else "flat") for t in ("nf4", "fp4", "e2m1") for s in scales]
     modes = (("tensor", (0, 0)), ("row", (0, 0)), ("block", (128, 128)))
     return forms + [Codes8(c, *mode, u) for c, u in (("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0)) for mode in modes]
+
+
+def ints_of_codes():
+    """Packed integers; of rows that are whole words and groups."""
+    from fdora.triton.codes import Ints
+
+    ways = [(code, 4) for code in ("gptq", "awq", "hqq torch.bfloat16")]
+    return [Ints(code, bits, 64) for code, bits in (*ways, ("gptq+1", 8), ("hqq torch.float16", 8))] + [
+        Ints("gptq+1", 4, 64, True)
+    ]
 
 
 def plan_dense_norm(likes, device, coded, dense):
@@ -302,7 +320,7 @@ def calls_of_codes(N, K, r, dtype):
     from fdora.triton.codes import Coded
     from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
-    for form in forms_of_codes():
+    for form in forms_of_codes() + (ints_of_codes() if N % 8 == K % 64 == 0 else []):
         coded = Coded((N, K), form)
         for squared in (False, True):
             yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared)

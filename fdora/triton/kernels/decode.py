@@ -46,17 +46,23 @@ class How4(NamedTuple):
 
 
 class Codes8(NamedTuple):
-    """A W of 8-bit codes, their strides and scales; ``groups``: scales of a row."""
+    """A W of 8-bit codes, their strides and scales; ``groups``: scales of a row.
+
+    Or of packed integers: ``row`` is what lies between words of a row (gptq) or a column (awq), or between rows (hqq);
+    ``col`` what lies between zeros of groups, or how many rows have bytes (hqq)."""
 
     codes: Any
     row: Any
     col: Any
     scales: Any
     groups: Any
+    zeros: Any
+    index: Any
 
 
 class How8(NamedTuple):
-    """Its constants: byte_facts of fdora/triton/codes.py."""
+    """Its constants: byte_facts of fdora/triton/codes.py. Of packed
+    integers (MODE group) BN is their bits, BK the columns of a group, and BY_BITS says that stored zeros are one less."""
 
     CODE: Any
     BY_BITS: Any
@@ -232,6 +238,116 @@ def byte_scales(W, row, k, first_k, in_n, inside, HOW: tl.constexpr, BLOCK_K: tl
         return tl.load(W.scales + (row // HOW.BN) * W.groups + first_k // HOW.BK, mask=in_n, other=0.0)[:, None]
     else:
         return tl.load(W.scales + (row // HOW.BN)[:, None] * W.groups + (k // HOW.BK)[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def words_at(W, n, k, HOW: tl.constexpr):
+    """Where the word of row n and column k lies; n counts eights of rows (awq), k the words of a row (gptq)."""
+    if HOW.CODE == "gptq" or HOW.CODE == "awq":
+        return W.codes + k.to(tl.int64) * W.row + n
+    else:
+        return W.codes + (n % W.col).to(tl.int64) * W.row + k
+
+
+@triton.jit
+def tile_words(W, n, in_n, first_k, K, HOW: tl.constexpr, T: tl.constexpr, VECTOR: tl.constexpr):
+    """The words, or bytes, of a tile (N, K) of packed integers."""
+    PER: tl.constexpr = 32 // HOW.BN
+    if HOW.CODE == "awq":
+        n = tl.min(n, axis=0) // 8 + tl.arange(0, T.N // 8)
+        k, in_n, in_k = first_k + tl.arange(0, T.K), n < W.row, first_k + tl.arange(0, T.K) < K
+        at = words_at(W, n[:, None], k[None, :], HOW)
+    elif HOW.CODE == "gptq":
+        k = first_k // PER + tl.arange(0, T.K // PER)
+        in_k, at = k < K // PER, words_at(W, n[:, None], k[None, :], HOW)
+    else:
+        k = first_k + tl.arange(0, T.K)
+        in_k, at = k < K, tl.max_contiguous(words_at(W, n[:, None], k[None, :], HOW), (1, VECTOR))
+    return tl.load(at) if T.EVEN else tl.load(at, mask=in_n[:, None] & in_k[None, :], other=0)
+
+
+@triton.jit
+def tile_bytes(W, x, n, HOW: tl.constexpr, T: tl.constexpr):
+    """The codes in those."""
+    BITS: tl.constexpr = HOW.BN
+    if HOW.CODE == "awq":
+        x = x[:, None, :] >> of_eight(tl.arange(0, 8))[None, :, None] * 4
+    elif HOW.CODE == "gptq":
+        x = x[:, :, None] >> (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
+    elif BITS == 4:
+        x = x >> tl.where(n < W.col, 4, 0).to(tl.uint8)[:, None]
+    return tl.reshape((x & ((1 << BITS) - 1)).to(tl.uint8), (T.N, T.K))
+
+
+@triton.jit
+def of_eight(i):
+    """Where in a word of AWQ the i-th row is."""
+    return i // 2 + i % 2 * 4
+
+
+@triton.jit
+def tile_scales(W, n, in_n, first_k, K, HOW: tl.constexpr, T: tl.constexpr):
+    """The scales and zeros of a tile, (N, 1) where it lies in one group."""
+    k = first_k + tl.arange(0, T.K)
+    n, in_n = n[:, None], in_n[:, None]
+    if W.index is not None:
+        g = tl.load(W.index + tl.minimum(k, K - 1)).to(tl.int32)
+        first = tl.min(g, axis=0)
+        if first == tl.max(g, axis=0):  # as where columns were not reordered
+            scale, zero = int_scales(W, n, tl.zeros((1, 1), tl.int32) + first, in_n, HOW)
+            scale, zero = tl.broadcast_to(scale, (T.N, T.K)), tl.broadcast_to(zero, (T.N, T.K))
+        else:
+            scale, zero = int_scales(W, n, g[None, :], in_n, HOW)
+    elif HOW.BK % T.K == 0:
+        scale, zero = int_scales(W, n, tl.zeros((1, 1), tl.int32) + first_k // HOW.BK, in_n, HOW)
+    else:
+        scale, zero = int_scales(W, n, (k // HOW.BK)[None, :], in_n, HOW)
+    return scale, zero
+
+
+@triton.jit
+def int_scales(W, n, g, mask, HOW: tl.constexpr):
+    """Scales and zeros of rows n and groups g, float32. NaN where an index is of no group."""
+    there = mask & (g >= 0) & (g < W.groups)
+    if HOW.CODE == "gptq" or HOW.CODE == "awq":
+        BITS: tl.constexpr = HOW.BN
+        PER: tl.constexpr = 32 // BITS
+        g = g.to(tl.int64)
+        rows = W.row * 8 if HOW.CODE == "awq" else W.row
+        scale = tl.load(W.scales + g * rows + n, mask=there, other=0.0)
+        word = tl.load(W.zeros + g * W.col + n // PER, mask=there, other=0)
+        if HOW.BY_BITS:
+            word = word.to(tl.int64) + (0x11111111 if BITS == 4 else 0x01010101)
+        i = (n % PER).to(tl.int32)
+        zero = (word >> (of_eight(i) if HOW.CODE == "awq" else i) * BITS) & ((1 << BITS) - 1)
+    else:
+        at = n.to(tl.int64) * W.groups + g
+        scale, zero = tl.load(W.scales + at, mask=there, other=0.0), tl.load(W.zeros + at, mask=there, other=0.0)
+    scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+    if W.index is not None:
+        scale = tl.where(mask & (there == 0), float("nan"), scale)
+    return scale, zero
+
+
+@triton.jit
+def int_weights(W, x, scale, zero, HOW: tl.constexpr):
+    """Of bytes. A code is the last bits of a float32 of 2^23: the conversion of integers takes four times as long."""
+    v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - zero
+    if HOW.CODE == "hqq torch.float16":
+        v = _rounded(_rounded(v, W.zeros, W.zeros, tl.float16) * scale, W.zeros, W.scales, tl.float16)
+    elif HOW.CODE == "hqq torch.bfloat16":
+        v = _rounded(_rounded(v, W.zeros, W.zeros, tl.bfloat16) * scale, W.zeros, W.scales, tl.bfloat16)
+    else:
+        v *= scale
+    return v
+
+
+@triton.jit
+def _rounded(v, a, b, HALF: tl.constexpr):
+    """v to this dtype, where torch computes in it: beside such a and b."""
+    if a.dtype.element_ty == HALF and b.dtype.element_ty == HALF:
+        v = v.to(HALF).to(tl.float32)
+    return v
 
 
 @triton.jit

@@ -19,10 +19,14 @@ from fdora.triton.kernels.decode import (
     byte_scales,
     byte_weights,
     group_scale,
+    int_weights,
     pair_codes,
     pair_groups,
     pair_weights,
     single_weights,
+    tile_bytes,
+    tile_scales,
+    tile_words,
 )
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
@@ -64,16 +68,26 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
     inside = in_n[:, None] & (k < last)[None, :]
-    at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
-    x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
-    return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
+    if HOW.MODE == "group":
+        scale, zero = tile_scales(W, n, in_n, first_k, K, HOW, T)
+        x = tile_bytes(W, tile_words(W, n, in_n, first_k, K, HOW, T, T.VECTOR), n, HOW, T)
+        return int_weights(W, x, scale, zero, HOW)
+    else:
+        at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
+        x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
+        return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
 
 
 @triton.jit
-def _dequantize(W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
+def _dequantize(
+    W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, PAIRED: tl.constexpr
+):
     """Columns from ``first`` to ``last``, a program for each tile, row by row."""
     tiles = tl.cdiv(last - first, T.K)
-    n, in_n = _rows(tl.program_id(0) // tiles, N, T.N)
+    i = tl.program_id(0) // tiles
+    if PAIRED:  # what shares bytes, one after the other: they come out of memory once
+        i = i // 2 + i % 2 * (N // 2 // T.N)
+    n, in_n = _rows(i, N, T.N)
     first_k = first + (tl.program_id(0) % tiles) * T.K
     w, k = DECODE(W, n, in_n, first_k, K, last, HOW, T), first_k + tl.arange(0, T.K)
     if m is not None:
@@ -94,13 +108,14 @@ def dequantize_kernel(
     BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
     FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
     HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
     HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
     W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T)
+    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T, PAIRED)
 
 
 @triton.jit
@@ -137,6 +152,6 @@ def lost_kernel(
     h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
     HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
     HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
     W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
     _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if BITS == 4 else decode8, HOW, T)

@@ -37,12 +37,16 @@ from fdora.triton.kernels.decode import (
     beside,
     byte_scales,
     byte_weights,
+    int_weights,
     pair_codes,
     pair_groups,
     pair_weights,
     scale_from,
     scale_terms,
     single_weights,
+    tile_bytes,
+    tile_scales,
+    tile_words,
 )
 from fdora.triton.kernels.norm import Run, Sums, product_of, squares_of_run, walk
 from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, halves
@@ -66,15 +70,23 @@ def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.cons
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, T.K)
     inside = rows.inside[:, None] & (k < K)[None, :]
-    at = addresses(Matrix(W.codes, W.row, W.col), rows.of_W, k)
-    x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
-    return x, byte_scales(W, rows.of_W, k, first_k, rows.inside, inside, HOW, T.K)
+    if HOW.MODE == "group":
+        scale, zero = tile_scales(W, rows.of_W, rows.inside, first_k, K, HOW, T)
+        return tile_words(W, rows.of_W, rows.inside, first_k, K, HOW, T, 16), scale, zero
+    else:
+        at = addresses(Matrix(W.codes, W.row, W.col), rows.of_W, k)
+        x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
+        return x, byte_scales(W, rows.of_W, k, first_k, rows.inside, inside, HOW, T.K)
 
 
 @triton.jit
 def codes8_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
     acc = product_of(low, b, rows, first_k, N, K, T)
-    w = byte_weights(beside(read[0], acc, HOW.PTX), read[1], HOW.CODE, HOW.BY_BITS)
+    if HOW.MODE == "group":
+        x = beside(tile_bytes(W, read[0], rows.of_W, HOW, T), acc, HOW.PTX)
+        w = int_weights(W, x, read[1], read[2], HOW)
+    else:
+        w = byte_weights(beside(read[0], acc, HOW.PTX), read[1], HOW.CODE, HOW.BY_BITS)
     if not T.EVEN:
         k = first_k + tl.arange(0, T.K)
         w = tl.where(rows.inside[:, None] & (k < K)[None, :], w, 0.0)
@@ -178,7 +190,7 @@ def quant_kernel(
     to, span = Sums(partial, dense, pitch), BLOCK_K * RUN
     HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
     HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups)
+    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
     W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
     READ: tl.constexpr = read_codes8 if BITS == 8 else read_pairs if PAIRS else read_singles
     TILE: tl.constexpr = codes8_tile if BITS == 8 else pairs_tile if PAIRS else singles_tile

@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.decode import Codes8, How4, How8
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
-from fdora.triton.kernels.small_quant import Tile, Words, bytes8, columns4, rows4
+from fdora.triton.kernels.small_quant import Tile, Words, bytes8, columns4, ints, rows4
 from fdora.triton.kernels.tile import Matrix, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -23,7 +23,11 @@ def _product(
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
     if BITS == 8:
         HOW8: tl.constexpr = How8(KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, PTX)
-        return bytes8(x, Codes8(codes, stride_wk, stride_wn, scales, groups), col, begin, end, M, N, K, HOW8, T)
+        W8 = Codes8(codes, stride_wk, stride_wn, scales, groups, code256, scales2)
+        if SCALES == "group":
+            return ints(x, W8, col, begin, end, M, N, K, HOW8, T)
+        else:
+            return bytes8(x, W8, col, begin, end, M, N, K, HOW8, T)
     else:
         HOW4: tl.constexpr = How4(KIND, HIGH_FIRST, GROUP, SCALES, False, True, PTX)
         W = Words(codes, scales, code256, scales2, offset, words, groups)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import byte_weights, nibble, scale_of
+from fdora.triton.kernels.decode import byte_weights, int_scales, int_weights, nibble, of_eight, scale_of, words_at
 from fdora.triton.runtime.lookup import PICKED, SCALED
 
 NF4_BF16 = tl.constexpr(SCALED["bf16"]["nf4"])
@@ -226,6 +226,56 @@ def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr)
     else:
         acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, T.M)), (0, 5, 1, 2, 3, 4, 6))
     return tl.reshape(acc, (T.N, T.M))
+
+
+@triton.jit
+def _ints(W, n, at_k, col, first, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    """Weights, (SLICES, BLOCK_N, BLOCK_K), at columns n of the result, from ``col`` on, and terms at_k, from ``first`` on."""
+    BITS: tl.constexpr = HOW.BN
+    PER: tl.constexpr = 32 // BITS if HOW.CODE == "gptq" or HOW.CODE == "awq" else 1
+    IN_TERMS: tl.constexpr = PER > 1 and (HOW.CODE == "gptq") != T.COLUMNS  # what a word has more than one of
+    IN_N: tl.constexpr = PER > 1 and not IN_TERMS
+    n, k, last_n, last_k = n[None, :, None], at_k[:, None, :], N, K
+    row, column, columns = (k, n, N) if T.COLUMNS else (n, k, K)
+    if HOW.CODE != "gptq" and HOW.CODE != "awq" and BITS == 4:
+        shift = tl.where(row < W.col, 4, 0).to(tl.uint8)
+    elif PER > 1:
+        i = tl.arange(0, PER)
+        shift = of_eight(i) * BITS if HOW.CODE == "awq" else i * BITS
+    if W.index is not None:
+        g = tl.load(W.index + tl.minimum(column, columns - 1)).to(tl.int32)
+    elif HOW.BK % (T.N if T.COLUMNS else T.K) == 0:
+        g = (tl.zeros((1,), tl.int32) + col if T.COLUMNS else first)[:, None, None] // HOW.BK
+    else:
+        g = column // HOW.BK
+    scale, zero = int_scales(W, row, g, row < (K if T.COLUMNS else N), HOW)
+    if IN_TERMS:
+        k, last_k = ((first // PER)[:, None] + tl.arange(0, T.K // PER)[None, :])[:, None, :], tl.cdiv(K, PER)
+    elif IN_N:
+        n, last_n = (col // PER + tl.arange(0, T.N // PER))[None, :, None], tl.cdiv(N, PER)
+    at = words_at(W, k, n, HOW) if T.COLUMNS else words_at(W, n, k, HOW)
+    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < last_n) & (k < last_k), other=0)
+    if IN_TERMS:
+        x = x[:, :, :, None] >> shift[None, None, None, :]
+    elif IN_N:
+        x = x[:, :, None, :] >> shift[None, None, :, None]
+    elif BITS == 4:
+        x = x >> shift
+    x = tl.reshape((x & ((1 << BITS) - 1)).to(tl.uint8), (T.SLICES, T.N, T.K))
+    return int_weights(W, x, scale, zero, HOW)
+
+
+@triton.jit
+def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
+    n, t, slices = col + tl.arange(0, T.N), tl.arange(0, T.M), tl.arange(0, T.SLICES) * T.K
+    acc = _zeros(T)
+    for k0 in range(begin, end, T.SLICES * T.K):
+        at_k = (k0 + slices)[:, None] + tl.arange(0, T.K)[None, :]
+        w = _ints(W, n, at_k, col, k0 + slices, N, K, HOW, T)
+        xt = _tokens(x, t, at_k, M, K, T.EVEN)
+        acc = _product(acc, w.to(x.p.dtype.element_ty), tl.permute(xt, (0, 2, 1)), T)
+    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
 
 
 @triton.jit

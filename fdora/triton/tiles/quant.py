@@ -79,6 +79,11 @@ def quant_config(
     return QuantConfig(128, 128, 32, "ieee", 8, 3, 1)
 
 
+def within(block: int, group: int) -> int:
+    """Columns of a tile that lies in a group of packed integers; as they are where groups are too short, or no power of two."""
+    return min(block, group) if group >= 16 and group & (group - 1) == 0 else block
+
+
 class DequantizeConfig(NamedTuple):
     """Tile of W; ``VECTOR``: how many bytes of codes a thread reads at once."""
 
@@ -88,12 +93,14 @@ class DequantizeConfig(NamedTuple):
     num_warps: int
 
 
-def dequantize_config(pairs: bool, itemsize: int, four: bool) -> DequantizeConfig:
-    """``pairs``: as of quant_config. ``itemsize``: of the dense W. ``four``: 4-bit codes.
+def dequantize_config(pairs: bool, itemsize: int, four: bool, group: int = 0) -> DequantizeConfig:
+    """``pairs``: as of quant_config. ``itemsize``: of the dense W. ``four``: 4-bit codes. ``group``: of packed integers.
 
     Not measured on a GPU. A warp writes 512 bytes at once, and has four reads under way; a tile of 8-bit codes lies in one
     column of blocks of 128 x 128.
     """
+    if group:  # columns of AWQ's words, rows of GPTQ's: 64 of either are whole sectors, read and written
+        return DequantizeConfig(64, within(64, group), 16 // itemsize, 4)
     if not pairs:
         return DequantizeConfig(16, 64, 1, 4)
     if four:
