@@ -1,14 +1,26 @@
 """Four jobs on one base, end to end: one after the other through PEFT and through fdora, and together.
 
-    python -m bench.jobs --device cuda --json FILE
+    python -m bench.jobs --device cuda --layers 8 --json FILE
+    python -m bench.jobs --device cuda --layers 8 --dropout 0.05 --json FILE:RUN
     python -m bench.jobs --device cuda --world 2 --json FILE      # two GPUs: the same as a pipeline of two stages
     python -m bench.jobs --tiny --runs 1                          # CPU; --world 2 through gloo
 
-Layers in the shape of Llama-3.1-8B, bf16, every linear adapted; sample lengths drawn as in bench.schedule, a kind for each job.
-Every way packs its samples without padding, clips each job's gradient and steps AdamW once for each of its batches. Jobs one
-after the other have microbatches of their own, packed by ``fdora.jobs.schedule`` as well; ``together`` is fdora's
-``train_step`` on the schedule of all. Tokens/s: wall time of all jobs, until the GPU is done, median of turns. Before that each
-way's losses and gradients of one microbatch are compared with PEFT's DoRA.
+Layers in the shape of Llama-3.1-8B, bf16, every linear adapted. Sample lengths are bench.schedule's, by the examples that
+LoRAFusion's source has for XSum, CNN/DailyMail, WikiSum and all together: ``mixed``, one kind for each job, and ``alike``, the
+last for all. Every way clips each job's gradient and steps AdamW once for each of its batches. Jobs one after the other have
+microbatches of their own, packed without padding by ``fdora.jobs.schedule`` as well, or as a Trainer has them: four samples as
+they come, each padded to the longest (attention is causal and gets no mask for it). ``together`` is ``train_step`` on the
+schedule of all, of DoRA or of plain LoRA. What the ablation takes from ``fdora_together``:
+
+- separate: grouped kernels; a call of ``dora_linear`` for each adapter in a microbatch
+- unpacked: packing; samples as they come fill a microbatch of one adapter until one does not fit
+- unmerged: merging; the last microbatches of a packing stay as they are
+- solved: nothing; packings are solved exactly where a greedy one may have a microbatch too many
+
+``seconds``: median of turns of all jobs until the GPU is done; ``lora``, its share of PEFT's LoRA on packed samples, ``padded``
+on padded ones. ``peak_mb``, of one turn, is beyond weights, adapters and optimizer. The breakdown runs a way's microbatches
+forward, then forward and backward, then with the optimizer's steps. Before that losses and gradients of one microbatch, with
+nothing dropped, are compared with PEFT's DoRA.
 
 In a pipeline: ``alone``, one job's schedule after the other, and ``together``; and the bubble of together as measured (each
 action timed by a host that waits for the GPU, busy time over the wall time of that run), as ``simulate`` has it from these
@@ -18,22 +30,29 @@ times, and as it has it from tokens alone.
 from __future__ import annotations
 
 import copy
+import statistics
 import warnings
+from functools import partial
 
 import optree
 import torch
 
 from bench import jobs_pipeline
 from bench.clock import free
-from bench.jobs_model import CLIP, LINEARS, LR, Jobs, by_modules
+from bench.jobs_model import CLIP, LINEARS, LR, Jobs, by_modules, grouped, plan_of, separate, unmerged_of, unpacked_of
 from bench.jobs_pipeline import rows_of, wall
 from bench.rivals import fill
-from bench.suite import Run, Some, Suite
+from bench.schedule import KINDS
+from bench.suite import One, Run, Some, Suite
+from bench.table import columns
 from fdora.integrations.peft import use_fdora
-from fdora.jobs.loop import Model, train_step
-from fdora.jobs.loop.step import leaves_of, on
+from fdora.jobs.loop import Model, train_step, works_of
+from fdora.jobs.loop.step import gradients, leaves_of, on
 
-WAYS = ("peft_lora", "peft_dora", "fdora_alone", "fdora_together")
+MIXES = {"mixed": tuple(KINDS), "alike": ("mixed",) * len(KINDS)}
+WAYS = ("peft_lora", "peft_dora", "padded_lora", "padded_dora", "fdora_alone", "fdora_together", "lora_together")
+ABLATION = {"separate": None, "unpacked": unpacked_of, "unmerged": unmerged_of, "solved": partial(plan_of, seconds=10.0)}
+BROKEN = ("peft_lora", "peft_dora", "fdora_together", "lora_together")  # down, into parts
 MOST_APART = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 
 
@@ -43,11 +62,13 @@ class Peft:
     def __init__(self, jobs: Jobs, dora: bool, fdora: bool):
         from peft import LoraConfig, get_peft_model
 
-        self.jobs = jobs
-        config = LoraConfig(r=jobs.r, lora_alpha=2 * jobs.r, use_dora=dora, target_modules=list(LINEARS))
+        self.jobs, self.padded = jobs, False
+        config = LoraConfig(
+            r=jobs.r, lora_alpha=2 * jobs.r, lora_dropout=jobs.dropout, use_dora=dora, target_modules=list(LINEARS)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            base = copy.deepcopy(jobs.model)
+            base = copy.deepcopy(jobs.model, {id(p): p for p in jobs.model.parameters()})
             self.model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=False)
             for a in range(1, jobs.count):
                 self.model.add_adapter(str(a), config)
@@ -59,58 +80,91 @@ class Peft:
                 own |= {f"{path}.{part}": p for part, p in fill(layer, A, B, m if dora else None, str(a)).items()}
             self.leaves.append(own)
         if fdora:
-            use_fdora(self.model)
+            use_fdora(self.model, dropout_mode=jobs.dropout_mode)
         self.optimizers = [
             torch.optim.AdamW(own.values(), lr=LR, fused=jobs.device != "cpu", weight_decay=0.0) for own in self.leaves
         ]
 
+    def on_padded(self):
+        """The same model and optimizers on padded microbatches."""
+        found = copy.copy(self)
+        found.padded = True
+        return found
+
+    def ready(self):
+        self.model.train()
+
     def gradients(self, work):
         a = work.samples[0].adapter
-        self.model.set_adapter(str(a))
-        losses = by_modules(self.model, self.jobs.data(work))
+        self.model.eval().set_adapter(str(a))
+        losses = by_modules(self.model, self.jobs.data(work, self.padded))
         leaves = self.leaves[a]
         return losses.detach(), dict(zip(leaves, torch.autograd.grad(losses.sum(), leaves.values()), strict=True))
 
-    def run(self):
-        for a, works in enumerate(self.jobs.alone):
+    def run(self, upto="step"):
+        for a, works in enumerate(self.jobs.padded if self.padded else self.jobs.alone):
             self.model.set_adapter(str(a))
             for work in works:
                 if not work.samples:
                     continue
-                losses = by_modules(self.model, self.jobs.data(work))
+                losses = by_modules(self.model, self.jobs.data(work, self.padded))
+                if upto == "forward":
+                    continue
                 losses.backward(on(losses.device, torch.tensor(work.weights)))
                 if work.due:
-                    torch.nn.utils.clip_grad_norm_(self.leaves[a].values(), CLIP)
-                    self.optimizers[a].step()
+                    if upto == "step":
+                        torch.nn.utils.clip_grad_norm_(self.leaves[a].values(), CLIP)
+                        self.optimizers[a].step()
                     self.optimizers[a].zero_grad(set_to_none=True)
 
 
 class Together:
     """All jobs by ``train_step``."""
 
-    def __init__(self, jobs: Jobs):
-        self.jobs, self.stage = jobs, jobs.stage(range(jobs.layers))
+    def __init__(self, jobs: Jobs, dora: bool = True, call=grouped, schedule=None):
+        self.jobs, self.schedule, self.stage = jobs, schedule, jobs.stage(range(jobs.layers), call=call)
         self.model = Model(lambda params, kept, data: self.stage.forward(params, kept, None, data), self.stage.keep)
-        self.start = jobs.state(self.stage)
+        self.start = jobs.state(self.stage, dora)
+
+    @property
+    def works(self):
+        jobs = self.jobs
+        return jobs.works if self.schedule is None else works_of(self.schedule(jobs.lengths, jobs.options))
+
+    def ready(self):
+        own = {part: optree.tree_map(torch.clone, getattr(self.start, part)) for part in ("grads", "mean", "square")}
+        self.state, self.todo = self.start._replace(**own), self.works
 
     def gradients(self, work):
         a = work.samples[0].adapter
         params, leaves = leaves_of(self.start.params)
         losses = self.model.forward(params, self.start.kept, self.jobs.data(work))
         torch.autograd.backward(losses.sum(), inputs=leaves)
-        found = {f"{name}.{part}": t.grad[a] for name, bank in params.items() for part, t in zip("ABm", bank, strict=True)}
-        return losses.detach(), found
+        parts = ((f"{name}.{part}", t) for name, bank in params.items() for part, t in zip("ABm", bank, strict=True))
+        return losses.detach(), {name: t.grad[a] for name, t in parts if t is not None}
 
-    def run(self):
-        own = {part: optree.tree_map(torch.clone, getattr(self.start, part)) for part in ("grads", "mean", "square")}
-        state = self.start._replace(**own)
-        for work in self.jobs.works:
-            data = self.jobs.data(work) if work.samples else None
-            state, _ = train_step(state, work, data, model=self.model, jobs=self.jobs.jobs, donate=True)
+    def run(self, upto="step"):
+        state, model = self.state, self.model
+        for work in self.todo:
+            data = self.jobs.data(work, drop=True) if work.samples else None
+            if upto == "step":
+                state, _ = train_step(state, work, data, model=model, jobs=self.jobs.jobs, donate=True)
+            elif work.samples and upto == "forward":
+                model.forward(leaves_of(state.params)[0], state.kept, data)
+            elif work.samples:
+                gradients("bench.jobs", state, work, data, model)
 
 
-def build(way: str, jobs: Jobs):
-    return Together(jobs) if way == "fdora_together" else Peft(jobs, way != "peft_lora", way == "fdora_alone")
+def build(way: str, jobs: Jobs, ways: dict):
+    """Padded samples go through the model of packed ones where it is there."""
+    if way in ABLATION:
+        return Together(jobs, call=separate if way == "separate" else grouped, schedule=ABLATION[way])
+    if way.endswith("together"):
+        return Together(jobs, way == "fdora_together")
+    if way.startswith("padded"):
+        packed = way.replace("padded", "peft")
+        return (ways.get(packed) or build(packed, jobs, ways)).on_padded()
+    return Peft(jobs, way != "peft_lora", way == "fdora_alone")
 
 
 def relative(mine, truth) -> float:
@@ -119,26 +173,73 @@ def relative(mine, truth) -> float:
     return float((top / sum(t.double().square().sum() for t in truth.values())).sqrt())
 
 
+def once(way, jobs: Jobs, upto: str = "step") -> tuple[float, float, float]:
+    """Wall seconds, and those of the host; peak MB beyond what was there."""
+    way.ready()
+    on_gpu = jobs.device != "cpu"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = wall(lambda: way.run(upto), jobs.device)
+    way.state = None
+    return *seconds, (torch.cuda.max_memory_allocated() - before) / 2**20 if on_gpu else 0.0
+
+
+def timed(run: Run, jobs: Jobs, ways: dict, mix: str) -> None:
+    """A row for each way, of turns."""
+    options, turns, peaks = run.options, {way: [] for way in ways}, {}
+    for turn in range(options.runs + 1):
+        for name, way in ways.items():
+            if turn and run.late([mix, turn, name]):
+                continue
+            found = run.failed.attempt([name], lambda name, way=way: once(way, jobs), f"{mix}, {{}}")
+            for *seconds, peak in found.values():
+                run.say(f"{mix}, turn {turn}, {name}: {seconds[0]:.3f} s")
+                if turn:
+                    turns[name].append(seconds)
+                    peaks.setdefault(name, peak)
+    rows = {row["way"]: row for row in rows_of(turns, jobs.tokens)}
+    samples = sum(len(batch) for batches in jobs.lengths for batch in batches)
+    for name, row in rows.items():
+        row |= {"samples_per_s": samples / row["seconds"], "peak_mb": peaks[name]}
+        for key, rival in {"lora": "peft_lora", "padded": "padded_lora"}.items():
+            if rival in rows:
+                row[key] = row["seconds"] / rows[rival]["seconds"]
+        if peaks.get("peft_lora"):
+            row["peak"] = peaks[name] / peaks["peft_lora"]
+        if isinstance(ways[name], Together):
+            row["microbatches"] = len(ways[name].works)
+        run.add({"kind": mix} | row)
+
+
+def broken_down(run: Run, jobs: Jobs, ways: dict) -> None:
+    """Where the time of some ways goes, each part a median of turns that were not timed otherwise."""
+    for name in [name for name in BROKEN if name in ways and not run.late(["breakdown", name])]:
+        of = {}
+        for upto in ("forward", "backward", "step"):
+            of[upto] = statistics.median(once(ways[name], jobs, upto)[0] for _ in range(min(2, run.options.runs)))
+        parts = {"forward": of["forward"], "backward": of["backward"] - of["forward"], "update": of["step"] - of["backward"]}
+        run.add({"way": name} | {f"{part}_s": seconds for part, seconds in parts.items()}, part="breakdown")
+
+
 def one_process(run: Run, jobs: Jobs) -> None:
-    options, failures, agreement = run.options, run.failed, {}
+    options, failures, agreement, ways = run.options, run.failed, {}, {}
     run.set(agreement=agreement, failed=failures)
-    ways = failures.attempt(options.ways, lambda way: build(way, jobs))
+    for name in options.ways:
+        ways |= failures.attempt([name], lambda name: build(name, jobs, ways))
     probe = jobs.alone[0][0]
     if "peft_dora" in ways:
         losses, truth = ways["peft_dora"].gradients(probe)
-        for way in [way for way in ways if way.startswith("fdora")]:
+        for way in [way for way in ways if way in ("fdora_alone", "fdora_together", "separate")]:
             mine, grads = ways[way].gradients(probe)
             agreement[way] = {"losses": relative({"": mine}, {"": losses}), "gradients": relative(grads, truth)}
         print(agreement, flush=True)
     free(options.device)
-    turns = {way: [] for way in ways}
-    for turn in range(options.runs + 1):
-        for way in ways:
-            seconds = wall(ways[way].run, options.device)
-            print(f"turn {turn}, {way}: {seconds[0]:.3f} s", flush=True)
-            if turn:
-                turns[way].append(seconds)
-    run.add(*rows_of(turns, jobs.tokens))
+    for mix in options.mixes:
+        jobs.draw(MIXES[mix])
+        timed(run, jobs, {name: way for name, way in ways.items() if mix == "mixed" or name not in ABLATION}, mix)
+        if mix == "mixed":
+            broken_down(run, jobs, ways)
     wrong = [way for way, found in agreement.items() if not max(found.values()) <= MOST_APART[jobs.dtype]]
     if wrong or failures:
         raise SystemExit(f"apart from PEFT's DoRA: {wrong}; failed: {dict(failures)}")
@@ -146,9 +247,22 @@ def one_process(run: Run, jobs: Jobs) -> None:
 
 def measure(run: Run) -> None:
     options, jobs = run.options, Jobs(run.options)
-    plans = {"together": len(jobs.works), "alone": sum(map(len, jobs.alone)), "fill": jobs.plan.fill, "capacity": jobs.capacity}
-    run.set(world=options.world, layers=options.layers, r=options.r, tokens=jobs.tokens, microbatches=plans)
+    plans = {"together": len(jobs.works), "alone": sum(map(len, jobs.alone)), "padded": sum(map(len, jobs.padded))}
+    run.set(world=options.world, layers=options.layers, r=options.r, tokens=jobs.tokens)
+    run.set(microbatches=plans | {"fill": jobs.plan.fill, "capacity": jobs.capacity})
+    run.set(dropout=options.dropout, dropout_mode=options.dropout_mode)
     (one_process if options.world == 1 else jobs_pipeline.measure)(run, jobs)
+
+
+COLUMNS = {"samples": "{kind}", "way": "{way}", "s": "{seconds:.3f}", "samples/s": "{samples_per_s:.1f}"}
+COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", "of LoRA's time": "{lora:.3f}", "of padded LoRA's": "{padded:.3f}"}
+COLUMNS |= {"peak, MB": "{peak_mb:.0f}", "of LoRA's peak": "{peak:.3f}", "microbatches": "{microbatches}"}
+PARTS = {"way": "{way}"} | {f"{part}, s": f"{{{part}_s:.3f}}" for part in ("forward", "backward", "update")}
+
+
+def markdown(result: dict) -> str:
+    found = [columns(result["rows"], COLUMNS)]
+    return "\n\n".join([*found, *([columns(result["breakdown"], PARTS)] if "breakdown" in result else [])])
 
 
 OPTIONS = {
@@ -157,9 +271,12 @@ OPTIONS = {
     "--capacity": (6144, "tokens of a microbatch"),
     "--samples": (8, "of a batch"),
     "--batches": (3, "of each job"),
-    "--ways": Some(WAYS),
+    "--ways": Some([*WAYS, *ABLATION]),
+    "--mixes": Some(MIXES),
+    "--dropout": (0.0, "lora_dropout of every way; nothing is dropped where results are compared"),
+    "--dropout-mode": (One(("peft", "lora"), "peft"), "of fdora's DoRA"),
     "--tiny": (False, "small widths and samples in float32, for a smoke test"),
 }
 
 
-main = Suite(measure, OPTIONS, runs=5, world=1, ahead=jobs_pipeline.ahead)
+main = Suite(measure, OPTIONS, runs=5, seconds=600.0, world=1, ahead=jobs_pipeline.ahead, show=markdown)

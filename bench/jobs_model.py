@@ -6,8 +6,9 @@ No embedding and no head: what goes in is random, the loss of a sample is the me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 
 from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
-from fdora.functional import dora_init, dora_stack
+from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
 from fdora.jobs.causal.banks import Layer, adapted, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
-from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends
+from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
+from fdora.jobs.schedule.groups import rounds_of
+from fdora.jobs.schedule.records import Microbatch
 
-CLIP, LR = 1.0, 1e-4
+CLIP, LR, S = 1.0, 1e-4, 2.0
+PADDED = 4  # samples of a padded microbatch
 Project = Callable[[str, Tensor], Tensor]
 
 
@@ -54,24 +58,30 @@ class Data(NamedTuple):
     """A microbatch."""
 
     x: Tensor  # (M, hidden)
-    lengths: tuple[int, ...]  # of the samples
-    counts: Tensor  # the same on the device
+    lengths: tuple[int, ...]  # of the samples, with what they are padded by
+    counts: Tensor  # without it
     cos: Tensor  # (M, head)
     sin: Tensor
-    owner: Tensor  # (M,): sample of each token
+    owner: Tensor  # (M,): sample of each token; behind the last of what is padding
     ends: Tensor  # (G,)
+    tokens: tuple[int, ...]  # of each adapter
+    seed: int | None = None  # of dropout's masks in banks; None: nothing is dropped
 
 
-def data_of(work: Work, sizes: Sizes, adapters: int, dtype: torch.dtype, device: str) -> Data:
-    lengths = tuple(sample.length for sample in work.samples)
+def data_of(work: Work, sizes: Sizes, adapters: int, dtype: torch.dtype, device: str, padded: bool = False) -> Data:
+    """``padded``: each sample to the longest. Its padding comes last, so that it needs no mask: no token sees it."""
+    true = [sample.length for sample in work.samples]
+    lengths = (max(true),) * len(true) if padded else tuple(true)
     draw = torch.Generator(device).manual_seed(hash(work.samples) % 2**31)
     x = torch.randn(sum(lengths), sizes.hidden, device=device, dtype=dtype, generator=draw)
     frequencies = 5e5 ** (-torch.arange(0, sizes.head, 2, device=device) / sizes.head)
     turns = torch.outer(torch.cat([torch.arange(n, device=device) for n in lengths]), frequencies).repeat(1, 2)
-    owner = torch.repeat_interleave(torch.tensor(lengths)).to(device)
-    ends = torch.tensor(segment_ends(work.samples, adapters), dtype=torch.int32).to(device)
-    counts = torch.tensor(lengths).to(device)
-    return Data(x, lengths, counts, turns.cos().to(dtype), turns.sin().to(dtype), owner, ends)
+    own = ([i] * t + [len(true)] * (n - t) for i, (n, t) in enumerate(zip(lengths, true, strict=True)))
+    owner = torch.tensor([*chain.from_iterable(own)])
+    ends = segment_ends(work.samples, adapters)
+    tokens = tuple(b - a for a, b in pairwise((0, *ends)))
+    counts, places = torch.tensor(true).to(device), torch.tensor(ends, dtype=torch.int32).to(device)
+    return Data(x, lengths, counts, turns.cos().to(dtype), turns.sin().to(dtype), owner.to(device), places, tokens)
 
 
 class Decoder(nn.Module):
@@ -118,8 +128,8 @@ def block(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
 
 def losses_of(x: Tensor, data: Data) -> Tensor:
     of_token = x.float().square().mean(1)
-    sums = of_token.new_zeros(len(data.lengths)).index_add(0, data.owner, of_token)
-    return sums / data.counts
+    sums = of_token.new_zeros(len(data.lengths) + 1).index_add(0, data.owner, of_token)
+    return sums[:-1] / data.counts
 
 
 def by_modules(model: nn.Module, data: Data) -> Tensor:
@@ -131,11 +141,25 @@ def by_modules(model: nn.Module, data: Data) -> Tensor:
     return losses_of(x, data)
 
 
-def stage_of(model: Decoder, inside: range, s: tuple[float, ...], ranks: tuple[int, ...], first: bool, last: bool) -> Stage:
+def grouped(layer: Layer, params: DoraParams, norm: Tensor | None, data: Data, x: Tensor, seed: int | None) -> Tensor:
+    return adapted(layer, params, norm, data.ends, x, seed)
+
+
+def separate(layer: Layer, params: DoraParams, norm: Tensor | None, data: Data, x: Tensor, seed: int | None) -> Tensor:
+    """The same by a call of the single layer for the tokens of each adapter."""
+    found = []
+    for a, part in enumerate(x.split(data.tokens)):
+        if len(part):
+            own = (None if t is None else t[a] for t in (*params, norm))
+            A, B, m, c = own
+            how = {} if seed is None else {"dropout_p": layer.dropout, "dropout_mode": layer.dropout_mode, "seed": seed + a}
+            found.append(dora_linear(part, layer.W, A, B, m, s=S, norm=c, **how))
+    return torch.cat(found)
+
+
+def stage_of(model: Decoder, inside: range, layers: dict[str, Layer], first: bool, last: bool, call=grouped) -> Stage:
     """Layers of a decoder with banks, the parameters named ``layers.0.q_proj`` and so on."""
     names = tuple(f"layers.{n}.{name}" for n in inside for name in LINEARS)
-    scale = torch.tensor(s, device=next(model.parameters()).device)
-    layers = {name: Layer(model.get_submodule(name).weight, scale, ranks) for name in names}
 
     def forward(params, kept, x, data):
         x = data.x if first else x
@@ -143,12 +167,13 @@ def stage_of(model: Decoder, inside: range, s: tuple[float, ...], ranks: tuple[i
 
             def project(part, x, n=n):
                 name = f"layers.{n}.{part}"
-                return adapted(layers[name], params[name], kept[name], data.ends, x)
+                seed = None if data.seed is None else data.seed + names.index(name)
+                return call(layers[name], params[name], kept[name], data, x, seed)
 
             x = block(project, x, data, model.sizes)
         return losses_of(x, data) if last else x
 
-    return Stage(forward, names, partial(norms_of, layers))
+    return Stage(forward, names, partial(norms_of, {name: layers[name] for name in names}))
 
 
 class Jobs:
@@ -159,15 +184,10 @@ class Jobs:
         self.dtype = torch.float32 if options.tiny else torch.bfloat16
         self.sizes = TINY if options.tiny else Sizes()
         self.capacity = capacity_of(options)
-        self.lengths = lengths_of(options)
-        self.plan = plan_of(self.lengths, options)
-        self.works = works_of(self.plan)
-        alone = [plan_of([each], options).microbatches for each in self.lengths]
-        self.alone = [works_of(renamed(each, a)) for a, each in enumerate(alone)]
-        self.r, self.layers = options.r, options.layers
-        self.count = len(self.lengths)
+        self.options, self.r, self.layers, self.count = options, options.r, options.layers, len(KINDS)
+        self.dropout, self.dropout_mode = options.dropout, options.dropout_mode
         self.jobs = [Job(kind, LR, clip=CLIP) for kind in KINDS]
-        self.tokens = sum(n for batches in self.lengths for batch in batches for n in batch)
+        self.draw(tuple(KINDS))
         self.model = decoder(options.layers, self.sizes, self.dtype, self.device)
         draw = torch.Generator(self.device).manual_seed(1)
         self.starts = {}
@@ -178,35 +198,76 @@ class Jobs:
                 for p in own:
                     p.B.normal_(std=0.05 * self.r**-0.5, generator=draw)
                 self.starts[f"layers.{n}.{name}"] = [p._replace(m=p.m.to(self.dtype)) for p in own]
+        scale = torch.tensor((S,) * self.count, device=self.device)
+        how = {"dropout": self.dropout, "dropout_mode": self.dropout_mode}
+        self.banks = {
+            name: Layer(self.model.get_submodule(name).weight, scale, (self.r,) * self.count, **how) for name in self.starts
+        }
+
+    def draw(self, kinds: Sequence[str]) -> None:
+        """Jobs on samples of these kinds."""
+        self.lengths = lengths_of(self.options, kinds)
+        self.plan = plan_of(self.lengths, self.options)
+        self.works = works_of(self.plan)
+        alone = [plan_of([each], self.options).microbatches for each in self.lengths]
+        self.alone = [works_of(renamed(each, a)) for a, each in enumerate(alone)]
+        self.padded = [works_of(renamed(each, a)) for a, each in enumerate(map(padded_of, self.lengths))]
+        self.tokens = sum(n for batches in self.lengths for batch in batches for n in batch)
         self.cache = {}
 
-    def data(self, work):
+    def data(self, work, padded=False, drop=False):
         """Made once: the input is no part of what is timed."""
-        if work.samples not in self.cache:
-            self.cache[work.samples] = data_of(work, self.sizes, self.count, self.dtype, self.device)
-        return self.cache[work.samples]
+        key = work.samples, padded
+        if key not in self.cache:
+            self.cache[key] = data_of(work, self.sizes, self.count, self.dtype, self.device, padded)
+        return self.cache[key]._replace(seed=hash(work.samples) % 2**31 if drop and self.dropout else None)
 
-    def stage(self, inside, first=True, last=True):
-        return stage_of(self.model, inside, (2.0,) * self.count, (self.r,) * self.count, first, last)
+    def stage(self, inside, first=True, last=True, call=grouped):
+        return stage_of(self.model, inside, self.banks, first, last, call)
 
-    def state(self, stage):
-        return init_state({name: dora_stack(self.starts[name]) for name in stage.names}, self.jobs, stage.keep)
+    def state(self, stage, dora=True):
+        starts = {name: [p if dora else p._replace(m=None) for p in self.starts[name]] for name in stage.names}
+        return init_state({name: dora_stack(each) for name, each in starts.items()}, self.jobs, stage.keep)
 
 
 def capacity_of(options) -> int:
     return 64 if options.tiny else options.capacity
 
 
-def lengths_of(options) -> list[list[list[int]]]:
+def lengths_of(options, kinds: Sequence[str] = tuple(KINDS)) -> list[list[list[int]]]:
     """Of each job, batch and sample."""
-    found = drawn(list(KINDS), options.batches, options.samples, capacity_of(options), 0)
-    return [[[min(n, 24) if options.tiny else n for n in b] for b in batches] for batches in found]
+    found = drawn(list(kinds), options.batches, options.samples, options.capacity, 0)
+    return [[[max(1, n // 96) if options.tiny else n for n in b] for b in batches] for batches in found]
 
 
-def plan_of(lengths: list[list[list[int]]], options) -> Schedule:
-    return schedule(
-        lengths, Spec(capacity_of(options), depth=options.world, seconds=0)
-    )  # see bench.schedule: the solver finds nothing
+def plan_of(lengths: list[list[list[int]]], options, seconds: float = 0.0) -> Schedule:
+    return schedule(lengths, Spec(capacity_of(options), depth=options.world, seconds=seconds))
+
+
+def unmerged_of(lengths: list[list[list[int]]], options) -> list[Microbatch]:
+    """The same groups and packings, whose last microbatches stay as they are."""
+    spec, plan = Spec(capacity_of(options), depth=options.world, seconds=0), plan_of(lengths, options)
+    rounds = rounds_of(plan.groups, lengths)
+    return [each for _, samples in rounds for each in pack(samples, spec).microbatches]
+
+
+def unpacked_of(lengths: list[list[list[int]]], options) -> list[Microbatch]:
+    """A microbatch takes samples as they come, those of a batch of one adapter after the other, until one does not fit."""
+    found = []
+    for _, samples in rounds_of(tuple((a,) for a in range(len(lengths))), lengths):
+        row = [[]]
+        for sample in samples:
+            if sum(each.length for each in row[-1]) + sample.length > capacity_of(options):
+                row.append([])
+            row[-1].append(sample)
+        found += map(tuple, row)
+    return found
+
+
+def padded_of(batches: list[list[int]]) -> list[Microbatch]:
+    """As a Trainer has them: ``PADDED`` samples at a time, as they come."""
+    samples = [[Sample(0, j, i, n) for i, n in enumerate(batch)] for j, batch in enumerate(batches)]
+    return [tuple(batch[i : i + PADDED]) for batch in samples for i in range(0, len(batch), PADDED)]
 
 
 def renamed(microbatches, adapter):

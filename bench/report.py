@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import converge, diffusion, issue_time, model, quant, quant_model, report_shapes, schedule, serve, steps, vit
+from bench import converge, diffusion, issue_time, jobs, model, quant, quant_model, report_shapes, schedule, serve, steps, vit
 from bench.all import TABLE
 from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
@@ -593,6 +593,15 @@ def serving() -> list[str]:
     return [SERVING.format(loads=" and ".join(loads)), serve.markdown([row for row in rows if row["kind"] == "serve"])]
 
 
+def together() -> list[str]:
+    parts = ["Four jobs of AdamW steps on one base (`python -m bench.jobs`, which says what the ways are)."]
+    for name in names("jobs"):
+        found = result(name)
+        what = "{layers} layers, r {r}, {microbatches[capacity]} tokens a microbatch, {world} GPU(s)".format(**found)
+        parts += [f"### {name}: {what}, dropout {found.get('dropout', 0)}", jobs.markdown(found)]
+    return parts
+
+
 def full() -> list[str]:
     """Gradients through the norm: what they cost, and whether they train better."""
     parts = []
@@ -656,6 +665,7 @@ SECTIONS = {
         ("schedule",),
         lambda: [SCHEDULES, *(schedule.markdown(result(name)) for name in names("schedule"))],
     ),
+    "Many adapters end to end": (("jobs",), together),
     "The host": (("host",), the_host),
     "Sources": (("",), lambda: [since(), sources()]),
 }

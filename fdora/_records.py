@@ -140,7 +140,7 @@ class Bank(NamedTuple):
     offsets: Any  # (G,) int32: where the tokens of each adapter end; those of the first begin at 0
     order: Tensor | None  # (M,) int64: which token stands at a place when they are sorted; None: they came sorted
     ids: Tensor | None  # (M,) int64 or int32: the adapter of each token, out of 0 to G - 1 for none; see Backend.any_order
-    seed: Tensor | None  # (G,) int64, None for no dropout; the mask counts tokens from the start of their segment
+    seed: Tensor | None  # (G,) int64, None for no dropout; masks count tokens from the start of a segment. (2 G,) with ratios
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
     p: float = 0.0  # of dropout, which is that of mode "lora"
 

@@ -1,25 +1,63 @@
 """bench.jobs in small: it looks at the numbers before it times them, and the pipeline's bubble is told next to the simulator's."""
 
 import pytest
+import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import jobs, jobs_bubble, jobs_pipeline, records
+from bench import jobs, jobs_bubble, jobs_model, jobs_pipeline, records
 from fdora.jobs.schedule.simulate import Action, Task
 
 SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
 
 
-def test_one_process(tmp_path):
+@pytest.mark.parametrize("dropout", [[], ["--dropout", "0.2"], ["--dropout", "0.2", "--dropout-mode", "lora"]], ids=len)
+def test_one_process(dropout, tmp_path):
     path = tmp_path / "result.json"
-    jobs.main([*SMALL, "--json", str(path)])
+    jobs.main([*SMALL, "--batches", "2", *dropout, "--json", str(path)])
     result = records.load(path)
     assert result["about"]["commit"] == "abc" and result["failed"] == {}
-    assert [row["way"] for row in result["rows"]] == list(jobs.WAYS)
+    ways = {mix: [row["way"] for row in result["rows"] if row["kind"] == mix] for mix in jobs.MIXES}
+    assert ways == {"mixed": [*jobs.WAYS, *jobs.ABLATION], "alike": list(jobs.WAYS)}
+    seconds = {(row["kind"], row["way"]): row["seconds"] for row in result["rows"]}
     for row in result["rows"]:
-        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(result["tokens"])
-    assert set(result["agreement"]) == {"fdora_alone", "fdora_together"}
+        assert row["samples_per_s"] * row["seconds"] == pytest.approx(4 * 2 * 4)
+        assert row["lora"] == pytest.approx(row["seconds"] / seconds[row["kind"], "peft_lora"])
+        assert row["padded"] == pytest.approx(row["seconds"] / seconds[row["kind"], "padded_lora"])
+    assert result["rows"][0]["tokens_per_s"] * result["rows"][0]["seconds"] == pytest.approx(result["tokens"])
+    assert set(result["agreement"]) == {"fdora_alone", "fdora_together", "separate"}
     assert all(0 < found[part] < 1e-5 for found in result["agreement"].values() for part in ("losses", "gradients"))
     assert result["microbatches"]["together"] <= result["microbatches"]["alone"]
+    count = {row["way"]: row["microbatches"] for row in result["rows"] if "microbatches" in row and row["kind"] == "mixed"}
+    assert count["fdora_together"] < count["unmerged"] <= count["unpacked"]
+    assert [row["way"] for row in result["breakdown"]] == list(jobs.BROKEN)
+    assert "| mixed | fdora_together |" in jobs.markdown(result)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return jobs_model.Jobs(jobs.main.parse([*SMALL, "--batches", "2"]))
+
+
+def test_schedules_of_the_ablation_hold_every_sample_once(made):
+    want = sorted((a, j, n) for a, batches in enumerate(made.lengths) for j, own in enumerate(batches) for n in own)
+    for find in (jobs_model.unpacked_of, jobs_model.unmerged_of):
+        found = find(made.lengths, made.options)
+        assert sorted((s.adapter, s.batch, s.length) for each in found for s in each) == want
+        assert all(sum(s.length for s in each) <= made.capacity for each in found)
+    padded = jobs_model.padded_of(made.lengths[2])
+    assert [len(each) for each in padded] == [4, 4] and sorted(s.length for each in padded for s in each) == sorted(
+        n for own in made.lengths[2] for n in own
+    )
+
+
+def test_padding_counts_for_nothing(made):
+    work = made.padded[2][0]
+    data = made.data(work, padded=True)
+    most = max(sample.length for sample in work.samples)
+    assert data.lengths == (most,) * 4 and len(data.x) == 4 * most > sum(sample.length for sample in work.samples)
+    other = data._replace(x=torch.where((data.owner == 4)[:, None], 7.0, data.x))
+    assert not torch.equal(other.x, data.x)
+    torch.testing.assert_close(jobs_model.by_modules(made.model, other), jobs_model.by_modules(made.model, data))
 
 
 def test_a_wrong_way_fails_it(monkeypatch):

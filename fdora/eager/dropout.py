@@ -24,11 +24,11 @@ def _mix(v: Tensor) -> Tensor:
     return v ^ (v >> 15)
 
 
-def keep_mask(M: int, K: int, seed: Tensor, p: float, rows: Tensor | None = None) -> Tensor:
+def keep_mask(M: int, K: int, seed: Tensor, p: float | Tensor, rows: Tensor | None = None) -> Tensor:
     """(M, K) bool, True where an element survives.
 
     ``seed``: int64, no axes; or three, the seed and the position (t, k) of the first element in a larger matrix. With ``rows``,
-    (M,) int64, what each row counts as, it may have one for each row, (M,).
+    (M,) int64, what each row counts as, it may have one for each row, (M,); p too, (M, 1) float64.
     """
     t = torch.arange(M, device=seed.device) if rows is None else rows
     k = torch.arange(K, device=seed.device)
@@ -37,11 +37,15 @@ def keep_mask(M: int, K: int, seed: Tensor, p: float, rows: Tensor | None = None
         t, k = t + t0, k + k0
     key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
     row = _mix(((t + 1) & _MASK) ^ key) ^ _mix(t >> 32)
-    return _mix(row[:, None] ^ ((k * 0x1E3779B1) & _MASK)) >= int(p * 2**32)
+    drawn = _mix(row[:, None] ^ ((k * 0x1E3779B1) & _MASK))
+    return drawn >= ((p * 2**32).long() if isinstance(p, Tensor) else int(p * 2**32))
 
 
-def drop(x: Tensor, seed: Tensor | None, p: float, rows: Tensor | None = None) -> Tensor:
+def drop(x: Tensor, seed: Tensor | None, p: float | Tensor, rows: Tensor | None = None) -> Tensor:
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
     if seed is None:
         return x
+    if isinstance(p, Tensor):  # as a number, which is not rounded to the dtype of x
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), wide * (1 / (1 - p)).to(wide), 0).to(x.dtype)
     return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)

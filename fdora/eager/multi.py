@@ -115,7 +115,13 @@ def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
 
 
 def _readable(bank: Bank) -> bool:
-    return is_plain(bank.offsets) and is_plain(bank.s)
+    apart = bank.seed is not None and bank.seed.shape[0] > bank.A.shape[0] and not is_plain(bank.seed)
+    return is_plain(bank.offsets) and is_plain(bank.s) and not apart
+
+
+def _ratio(bank: Bank, g: int) -> float:
+    G = bank.A.shape[0]
+    return bank.p if bank.seed is None or bank.seed.shape[0] == G else float(bank.seed[G + g].view(torch.float64))
 
 
 def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -128,7 +134,7 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
             y = frozen_fwd(xs, bank.W, bank.bias) if bank.W.dim() == 2 else x.new_zeros((xs.shape[0], bank.W.shape[1]))
         else:
             save = Options(each.s, "output" if save_for_dm else "nothing")
-            y, h, v = linear_fwd(xs, each.la, save, Dropout(bank.p, "lora"), None)
+            y, h, v = linear_fwd(xs, each.la, save, Dropout(_ratio(bank, each.g), "lora"), None)
             h = F.pad(h, (0, bank.A.shape[1] - h.shape[1]))
             pre_scale[each.g] = v is not None
         ys.append(y)
@@ -158,7 +164,8 @@ def _backward(
         own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
         v = None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else each.sorted(kept[0])
         pre = pre_scale[each.g]
-        dx, grads = linear_bwd(dys, xs, each.la, each.s, Dropout(bank.p, "lora"), own_h, v, pre, needs.x, need, None)
+        drop = Dropout(_ratio(bank, each.g), "lora")
+        dx, grads = linear_bwd(dys, xs, each.la, each.s, drop, own_h, v, pre, needs.x, need, None)
         dxs.append(dx)
         found[each.g] = grads[:5]
     likes = (bank.A, bank.B, bank.m, bank.c, *([bank.bias] if experts else ()))

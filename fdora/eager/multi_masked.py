@@ -116,4 +116,6 @@ def _drop(x: Tensor, bank: Bank, who: Tensor) -> Tensor:
         return x
     starts = torch.cat([torch.zeros_like(bank.offsets[:1]), bank.offsets])
     rows = torch.arange(x.shape[0], device=x.device) - starts[who]
-    return drop(x, torch.cat([bank.seed, bank.seed[:1]])[who], bank.p, rows)
+    seed, each = bank.seed[: bank.A.shape[0]], bank.seed[bank.A.shape[0] :].view(torch.float64)
+    p = torch.cat([each, each[:1]])[who][:, None] if len(each) else bank.p
+    return drop(x, torch.cat([seed, seed[:1]])[who], p, rows)

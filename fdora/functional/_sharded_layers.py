@@ -42,9 +42,9 @@ from fdora.functional.norm_state import NormHow, check_norm
 GEOMETRY = Conv._fields  # Dynamo (torch 2.8) does not read them off a record
 
 
-def multi(call: Callable, x: Any, layer: DoraLayer, ids: Any, p: float, **rest: Any) -> Any:
+def multi(call: Callable, x: Any, layer: DoraLayer, ids: Any, p: Any, **rest: Any) -> Any:
     fn, W = "dora_linear_multi", layer.W
-    if p:
+    if isinstance(p, (Tensor, list, tuple)) or p:
         raise fail(fn, "dropout_p", "0 with DTensors", p, "A mask counts the tokens of its adapter in all processes.")
     mesh = mesh_of(fn, {"x": x} | tensors_of(layer, ids=ids))
     lay = layout(fn, mesh, BANK, W, x, (0,))

@@ -20,6 +20,8 @@ from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.functional.linear import cast_x, check_dropout, in_sums, save_for_dm
 from fdora.quant import QuantWeight
 
+APART = 0.5  # nothing reads it where each adapter has its ratio
+
 
 def dora_linear_multi(
     x: Tensor,
@@ -33,7 +35,7 @@ def dora_linear_multi(
     ids: Tensor | None = None,
     norm: Tensor | None = None,
     bias: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | Tensor | Sequence[float] = 0.0,
     seed: int | Tensor | Sequence[int | Tensor] | None = None,
     ranks: Sequence[int] | None = None,
     backend: Backend = "auto",
@@ -66,7 +68,8 @@ def dora_linear_multi(
       norm: (G, N) float32 (or float64), from :func:`dora_norm` of the bank; None computes it, detached. A norm that was
         computed with a graph passes its gradient on.
       bias: (N,), added after g.
-      dropout_p: probability in [0, 1) that an element of an adapter's input is dropped ("lora" of :func:`dora_linear`).
+      dropout_p: probability in [0, 1) that an element of an adapter's input is dropped ("lora" of :func:`dora_linear`): one
+        for all, or G of them, or a float32 or float64 tensor (G,), at whose values a GPU does not look.
       seed: one int or int64 tensor for all, or G of them. Masks count tokens from the start of their adapter's segment (with
         ids, among its tokens): they are those of a call of its own. None draws G seeds.
       ranks: each adapter's own rank. Rows of A and columns of B beyond it are not read, and their gradients are 0. None reads
@@ -93,9 +96,9 @@ def dora_linear_multi(
 
         rest: dict[str, Any] = {"offsets": offsets, "ranks": ranks, "backend": backend}
         return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
-    check_dropout(fn, dropout_p, "lora")
     x = cast_x(fn, x, W)
     G = A.shape[0]
+    p, apart = ratios(fn, dropout_p, G, x)
     of_each = None if of_each and min(of_each) == A.shape[1] else of_each  # nothing lies beyond: no table of ranks, no copies
     wrong = fault(offsets, ids, prod(x.shape[:-1]), G)
     if wrong:
@@ -107,10 +110,12 @@ def dora_linear_multi(
     c = None
     if m is not None:
         c = in_sums(bank_norm(W, A, B, scale, of_each, name) if norm is None else norm, x)
-    seeds = seeds_of(fn, seed, G, x.device) if dropout_p else None
-    tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, dropout_p, name)
+    seeds = seeds_of(fn, seed, G, x.device) if p else None
+    if seeds is not None and apart is not None:
+        seeds = torch.cat([seeds, apart.view(torch.int64)])
+    tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, p, name)
     saves = save_for_dm(m, c, False) != "nothing"
-    call = Call(of_each, float(dropout_p), saves, name)
+    call = Call(of_each, p, saves, name)
     return multi(x, Operands(W, A, B, m, c, bias, seeds), tokens, call)
 
 
@@ -144,6 +149,25 @@ def check_multi(
     if not sharded:
         check_frozen(fn, "W", W)
     return sharded
+
+
+def ratios(fn: str, p: Any, adapters: int, x: Tensor) -> tuple[float, Tensor | None]:
+    """What all adapters have; or something above 0, and (G,) float64. Numbers reach a GPU by fills."""
+    if not isinstance(p, (list, tuple, Tensor)):
+        check_dropout(fn, p, "lora")
+        return float(p), None
+    have = tuple(p.shape) if isinstance(p, Tensor) else len(p)
+    if have not in (adapters, (adapters,)):
+        raise fail(fn, "dropout_p", f"one, or {adapters}, one for each adapter", have, "Adapters may share a ratio.")
+    if isinstance(p, Tensor):
+        check_dtype(fn, "dropout_p", p, (torch.float32, torch.float64))
+        check_device(fn, "x", {"x": x, "dropout_p": p})
+        return APART, p.double()
+    for each in p:
+        check_dropout(fn, each, "lora")
+    if len(set(p)) == 1:
+        return float(p[0]), None
+    return APART, torch.stack([torch.full((), each, dtype=torch.float64, device=x.device) for each in p])
 
 
 def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:

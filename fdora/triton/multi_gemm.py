@@ -22,7 +22,7 @@ from fdora.triton.dropout import threshold
 from fdora.triton.gemm import tiled
 from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
-from fdora.triton.multi_rows import Laid, Seen, as_matrix
+from fdora.triton.multi_rows import Laid, Seen, as_matrix, is_apart
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, grid_of, is_tma_compatible
 from fdora.triton.runtime.plan import Array
@@ -234,7 +234,7 @@ def multi_gemm(
         wide = plan.temp(out.shape) if masked else out
         plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
-        given |= {"BLOCK_R": min(32, shape.BLOCK_R)}
+        given |= {"BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}
         plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)

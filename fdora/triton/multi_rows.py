@@ -64,12 +64,18 @@ def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> N
     plan.launch(rows_kernel, "M N", given | named("M N", x.shape), TILE)
 
 
+def is_apart(bank: Any) -> bool:
+    """Whether each adapter has its ratio of dropout, behind the seeds."""
+    return bank.seed is not None and bank.seed.numel > bank.A.shape[0]
+
+
 def drop(plan: Builder, x: Array, bank: Any, ids: Array | None) -> Array:
     """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
     if bank.seed is None:
         return x
     out, p = plan.temp(x.shape, x.dtype), bank.p
     given = {"x": x, "out": out, "ids": ids, "threshold": threshold(p), "scale": 1 / (1 - p), "G": bank.A.shape[0]}
+    given["APART"] = is_apart(bank)
     plan.launch(multi_drop_kernel, "M K", given | named("M K", x.shape), bank, TILE)
     return out
 

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from functools import wraps
+from functools import partial, wraps
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +19,8 @@ from tests.close import assert_exact
 from tests.make import tensors
 
 P, SEEDS = 0.4, [11, 5, 2**40 + 7]
-DROPOUT = {"none": {}, "dropout": {"dropout_p": P, "seed": SEEDS}}
+APART = [P, 0.1, 0.7]
+RATIOS = {"none": 0.0, "dropout": P, "apart": APART}
 ROUTES = ("offsets", "ids")
 RANKS, SCALES, LENGTHS = (2, 1, 3), (0.7, -1.5, 2.0), (4, 0, 3)
 
@@ -129,17 +130,19 @@ def alone(t, dropout, dy):
             found |= {f"y{g}": (i, torch.nn.functional.linear(x, t.W, t.bias))}
         elif x.shape[0]:
             p = DoraParams(*(v.detach().requires_grad_() for v in p))
-            drops = {} if dropout == "none" else {"dropout_p": P, "dropout_mode": "lora", "seed": seeds_of(t)[g]}
+            drops = {"dropout_p": ratio(dropout, g), "dropout_mode": "lora", "seed": seeds_of(t)[g]}
             y = dora_linear(x, t.W, *p, s=s, bias=t.bias, **drops)
             dx, *own = torch.autograd.grad(y, [x, *p], dy[i])
             found |= {f"y{g}": (i, y), f"x{g}": (i, dx)} | {f"{n}{g}": (None, d) for n, d in zip("ABm", own, strict=True)}
     return found
 
 
+def ratio(dropout, g):
+    return APART[g % 3] if dropout == "apart" else RATIOS[dropout]
+
+
 def bits_of_own_calls(t, dropout="none"):
-    got = with_gradients(
-        lambda t: together(t, **({} if dropout == "none" else {"dropout_p": P, "seed": seeds_of(t)})), t, dy_of(t)
-    )
+    got = with_gradients(lambda t: together(t, dropout_p=RATIOS[dropout], seed=seeds_of(t)), t, dy_of(t))
     for n, (at, want) in alone(t, dropout, dy_of(t)).items():
         assert torch.equal(got[n] if at is None else got[n[0]][at], want), n
     return got
@@ -151,7 +154,7 @@ def truth(t, dropout="none", g_is_one=()):
     ys = []
     for g, (at, (A, B, m), s) in enumerate(zip(own, t.adapters, t.s, strict=True)):
         seed = torch.tensor(seeds_of(t)[g], device=device.NAME)
-        dropped = (lambda x, seed=seed: drop(x, seed, P)) if dropout != "none" else None
+        dropped = partial(drop, seed=seed, p=ratio(dropout, g)) if dropout != "none" else None
         one = m is None or g in g_is_one
         c = m = torch.ones(t.W.shape[0], dtype=torch.float64, device=device.NAME) if one else m
         ys.append(reference.dora(t.x[at], t.W, A, B, m, s, t.bias, c if one else None, dropped, "lora"))
@@ -245,6 +248,9 @@ def seeds_decide_the_masks():
     assert torch.equal(one[0], one[1]) and torch.equal(one[0], one[2])
     each = together(t, dropout_p=P, seed=torch.tensor([7, 8, 9], device=device.NAME))
     assert torch.equal(each, together(t, dropout_p=P, seed=[7, 8, 9]))
+    assert torch.equal(each, together(t, dropout_p=[P] * 3, seed=[7, 8, 9]))
+    wide = torch.tensor(APART, dtype=torch.float64, device=device.NAME)
+    assert torch.equal(*(together(t, dropout_p=p, seed=7) for p in (wide, APART)))
     assert torch.equal(each[:6], one[0][:6]) and not torch.equal(each[6:11], one[0][6:11])
     torch.manual_seed(3)
     drawn = together(t, dropout_p=P)
@@ -256,7 +262,7 @@ def seeds_decide_the_masks():
 def each_adapter_has_the_bits_of_its_own_call():
     """Of plain calls on a CPU; tokens of none have those of the base layer."""
     for dtype, adapter, kind, dropout in itertools.product(
-        (torch.float32, torch.bfloat16), (torch.float32,), ("plain", "zero_m"), DROPOUT
+        (torch.float32, torch.bfloat16), (torch.float32,), ("plain", "zero_m"), RATIOS
     ):
         for route, bias in itertools.product(ROUTES, (False, True)):
             t = case((20, 0, 33), 7, 24, 40, (8, 3, 16), dtype=dtype, adapter=adapter, kind=kind, route=route, bias=bias)

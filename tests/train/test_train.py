@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from fdora import FdoraError
+from fdora.eager.dropout import drop
 from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
@@ -206,13 +207,17 @@ class Drawn(nn.Module):
 
     at = 0
 
-    def __init__(self, p, n, layers):
+    def __init__(self, p, n, layers, once):
         super().__init__()
-        self.p, self.n, self.layers = p, n, layers
+        self.p, self.n, self.layers, self.once = p, n, layers, once
 
     def forward(self, x):
         seed = Drawn.at * self.layers + self.n
-        return dropped(x, torch.tensor([self.p]), torch.tensor([x.shape[1]], dtype=torch.int32), seed) if self.training else x
+        if not self.training:
+            return x
+        if self.once:  # one product with W
+            return drop(x[0], torch.tensor(seed), self.p)[None]
+        return dropped(x, self.p, torch.tensor([x.shape[1]], dtype=torch.int32), seed)
 
 
 @pytest.mark.parametrize("name", ["law", "med"])
@@ -226,7 +231,7 @@ def test_dropout_is_that_of_peft(name, monkeypatch):
     assert trained.losses != train(model_of(adapters=adapters), [each], capacity=13).losses
     layers = [module for _, module in stock.named_modules() if hasattr(module, "lora_dropout") and name in module.lora_A]
     for n, layer in enumerate(layers):
-        layer.lora_dropout[name] = Drawn(0.4, n, len(layers))
+        layer.lora_dropout[name] = Drawn(0.4, n, len(layers), not adapters[name].use_dora)
     losses, count = [], iter(range(2 * 5, 3 * 5))
     optimizer = torch.optim.AdamW(
         [p for p in stock.parameters() if p.requires_grad], lr=1e-2, weight_decay=each.job.weight_decay

@@ -12,7 +12,7 @@ from fdora.triton import multi
 from fdora.triton.runtime import walk
 from fdora.triton.tiles.configs import ScaleConfig
 from tests import device, reference
-from tests.checks.multi import case, dy_of, places, ranks_of, routed, together, truth, whole, with_gradients
+from tests.checks.multi import APART, SEEDS, case, dy_of, places, ranks_of, routed, together, truth, whole, with_gradients
 from tests.close import assert_within, rel_l2
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.written import by_tma, kernels, launches
@@ -305,3 +305,14 @@ def test_the_kernels_are_what_the_backend_runs(chosen_anew):
     with fdora.backend("triton"):
         together(t)
     assert {p.name for p in walk._plans.values()} == {"dora_linear_multi forward", "norms of a bank"}
+
+
+@pytest.mark.parametrize("shape", ["few", "many"])
+def test_each_adapter_has_its_ratio_of_dropout(shape):
+    """In the pass that drops x, and in the one behind the product of dx."""
+    t = drawn(shape, torch.float32, None, "offsets", True)
+    dy, G = dy_of(t), len(t.adapters)
+    how = {"dropout_p": [APART[g % 3] for g in range(G)], "seed": [SEEDS[g % 3] for g in range(G)]}
+    got, want = (with_gradients(lambda t, name=name: together(t, backend=name, **how), t, dy) for name in ("triton", "eager"))
+    for n, v in got.items():
+        torch.testing.assert_close(v, want[n], rtol=1e-4, atol=1e-4, msg=n)

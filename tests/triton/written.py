@@ -397,7 +397,7 @@ def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=T
         *((alike(G, N, dtype=adapter), vectors) if m else (None, None)),
         *(alike(*own, N, dtype=dtype) if bias else None, alike(G, dtype=FP32), None if ids else alike(G, dtype=torch.int32)),
         *(alike(M, dtype=torch.int64) if given else None for given in (order, ids)),
-        alike(G, dtype=torch.int64) if seed else None,
+        alike(G * (1 + (seed == "apart")), dtype=torch.int64) if seed else None,  # apart: with a ratio each
     ]
 
 

@@ -10,6 +10,7 @@ jobs.toml, of which model, output and each job's data, lr and adapter are needed
     output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
     capacity = 4096                       # the most tokens of a microbatch; without it chosen, as fdora plan says
     dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
+    dropout_mode = "lora"                 # of DoRA; without it PEFT's
     stages = 2                            # a pipeline of processes: torchrun --nproc-per-node 2 -m fdora train jobs.toml
 
     [jobs.law]                            # an adapter named law
@@ -50,7 +51,7 @@ from fdora.jobs.plan import card
 from fdora.predict import GPUS
 
 FN = "train"
-WHOLE: dict[str, Any] = {"model": str, "output": str, "dtype": str, "device": str, "jobs": dict}
+WHOLE: dict[str, Any] = {"model": str, "output": str, "dtype": str, "device": str, "dropout_mode": str, "jobs": dict}
 WHOLE |= dict.fromkeys(("capacity", "every", "seed", "stages"), int)
 OF_OPTIMIZER = {"lr": (int, float), "clip": (int, float), "betas": list, "eps": float, "weight_decay": (int, float)}
 OF_JOB = {"batch": int, "epochs": int, "steps": int, "seed": int, "evaluate": int}
@@ -200,7 +201,8 @@ def main(argv: list[str] | None = None) -> int:
             if a.picture:
                 paint(ready.course, jobs, a.picture)
             return 0
-        output, rest = Path(found["output"]), {key: found[key] for key in ("every", "seed", "stages") if key in found}
+        output, given = Path(found["output"]), ("every", "seed", "stages", "dropout_mode")
+        rest = {key: found[key] for key in given if key in found}
         with joined(found.get("stages", 1), device_of(found)) as first:
             model = adapted(found)
             done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
 from fdora.jobs.causal.data import Packed
 from fdora.jobs.causal.records import FN
+
+Mode = Literal["peft", "lora"]
 
 
 class Layer(NamedTuple):
@@ -27,8 +29,18 @@ class Layer(NamedTuple):
     bias: Tensor | None = None
     dora: Tensor | None = None
     """(G, 1) bool: which adapters have a magnitude, where not all are alike."""
-    dropout: Tensor | None = None
-    """(G,) float32: the probability with which an element of each adapter's input is dropped; None where all are 0."""
+    dropout: float | Tensor = 0.0
+    """The probability with which an element of an adapter's input is dropped; (G,) float64 where they differ."""
+    dropout_mode: Mode = "peft"
+    """What that means where an adapter has a magnitude."""
+
+    @property
+    def drops(self) -> bool:
+        return isinstance(self.dropout, Tensor) or self.dropout > 0
+
+    def is_twice(self, params: DoraParams) -> bool:
+        """Whether dropout wants two products with W."""
+        return self.drops and params.m is not None and self.dropout_mode == "peft"
 
 
 def norms_of(layers: Mapping[str, Layer], params: Mapping[str, DoraParams]) -> dict[str, Tensor | None]:
@@ -47,13 +59,15 @@ def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor,
     """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient.
 
     With a seed and dropout D it is ``(x - D(x)) W^T + bias + g (D(x) W^T + s D(x) A^T B^T)``, which is PEFT's
-    ``x W^T + bias + (g - 1) D(x) W^T + g s D(x) A^T B^T``; with one product with W the bank would be another function.
+    ``x W^T + bias + (g - 1) D(x) W^T + g s D(x) A^T B^T``; with one product with W the bank would be another function. One is
+    enough where all are plain LoRA, and for ``dropout_mode="lora"``: ``g (x W^T + s D(x) A^T B^T) + bias``.
     """
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
     run = partial(dora_linear_multi, W=layer.W, A=A, B=B, s=layer.s, ranks=layer.ranks)
-    if layer.dropout is None or seed is None:
-        return run(x, m=m, norm=norm, offsets=ends, bias=layer.bias)
+    if seed is None or not layer.is_twice(params):
+        p = 0.0 if seed is None else layer.dropout
+        return run(x, m=m, norm=norm, offsets=ends, bias=layer.bias, dropout_p=p, seed=seed)
     heard = dropped(x, layer.dropout, ends, seed)
     if isinstance(layer.W, Tensor):
         rest = linear(x - heard, layer.W, layer.bias)
@@ -62,15 +76,18 @@ def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor,
     return rest + run(heard, m=m, norm=norm, offsets=ends)
 
 
-def dropped(x: Tensor, dropout: Tensor, ends: Tensor, seed: int) -> Tensor:
+def dropped(x: Tensor, dropout: float | Tensor, ends: Tensor, seed: int) -> Tensor:
     """D(x) of sorted tokens (..., K), with the ratio of each token's adapter. The seed and the device say which mask."""
-    drawn = torch.rand(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed))
+    draw = torch.Generator(x.device).manual_seed(seed)
+    if not isinstance(dropout, Tensor):
+        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout, generator=draw)
+        return torch.where(kept, x / (1 - dropout), 0)
     tokens = torch.arange(x.shape[-2], dtype=torch.int32, device=x.device)
-    p = dropout[torch.searchsorted(ends, tokens, right=True)][:, None]
-    return torch.where(drawn < p, 0, x / (1 - p)).to(x.dtype)
+    p = dropout.float()[torch.searchsorted(ends, tokens, right=True)][:, None]
+    return torch.where(torch.rand(x.shape, device=x.device, generator=draw) < p, 0, x / (1 - p)).to(x.dtype)
 
 
-def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[str, Any]]:
+def layers_of(model: Any, names: Sequence[str], dropout_mode: Mode = "peft") -> tuple[dict[str, Layer], dict[str, Any]]:
     """The layers that have one of these adapters, and their banks, with a row for each name.
 
     An adapter that a layer lacks is a row of zeros, A and B: nothing is added, and no gradient moves it.
@@ -100,10 +117,11 @@ def layers_of(model: Any, names: Sequence[str]) -> tuple[dict[str, Layer], dict[
         params = DoraParams(*(None if t is None else spread(rows, len(names), t) for t in bank.params))
         drops = [getattr(layer.lora_dropout[name], "p", 0.0) for name in bank.adapters]
         own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, drops, strict=True), strict=True))
-        s, ranks, dora, ratios = zip(*(own.get(row, (1.0, 1, False, 0.0)) for row in range(len(names))), strict=True)
+        s, ranks, dora, ratios = zip(*(own.get(row, (1.0, 1, False, drops[0])) for row in range(len(names))), strict=True)
         which = None if params.m is None or all(dora) else torch.tensor(dora, device=W.device)[:, None]
-        dropout = torch.tensor(ratios, device=W.device) if any(ratios) else None
-        layers[path] = Layer(W, torch.tensor(s, dtype=torch.float64, device=W.device), ranks, base.bias, which, dropout)
+        scale, apart = (torch.tensor(each, dtype=torch.float64, device=W.device) for each in (s, ratios))
+        dropout: float | Tensor = ratios[0] if len({*ratios}) == 1 else apart
+        layers[path] = Layer(W, scale, ranks, base.bias, which, dropout, dropout_mode)
         banks[path] = bank._replace(params=params)
     return layers, banks
 

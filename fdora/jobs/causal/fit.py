@@ -58,7 +58,7 @@ def terms_of(
         microbatches=2,  # gradients of several are added up
         targets=frozenset(path.rpartition(".")[2] for path in layers),
         packed=attention == "sdpa",
-        dropout=any(layer.dropout is not None for layer in layers.values()),
+        dropout=any(layer.is_twice(banks[path].params) for path, layer in layers.items()),
     )
     return Terms(read_model(inner.config.to_dict()), check_setup(setup))
 

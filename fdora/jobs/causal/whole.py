@@ -15,7 +15,7 @@ from torch import Tensor
 from fdora._check import FdoraError, check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
-from fdora.jobs.causal.banks import Layer, layers_of, norms_of, running
+from fdora.jobs.causal.banks import Layer, Mode, layers_of, norms_of, running
 from fdora.jobs.causal.data import Course, Part, Read, check_job, course_of, order_of, read
 from fdora.jobs.causal.fit import card_of, chosen, most, terms_of
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
@@ -40,6 +40,7 @@ def train(
     on_step: Callable[[Step], Any] | None = None,
     join: Callable[[], Iterable[TrainJob]] | None = None,
     stages: int = 1,
+    dropout_mode: Mode = "peft",
 ) -> Trained:
     """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
 
@@ -67,8 +68,10 @@ def train(
         begin beside the others, which go on with what they have left: as alone still, to rounding, with other masks of
         dropout. It wants all jobs that it has.
       every: microbatches between two checkpoints; there is one at the end.
-      seed: draws the masks of dropout. Each adapter has PEFT's meaning and its own ratio, in steps and not in evaluations, in
-        whichever mode the model is. A layer with dropout has one more product with W, and keeps a mask and D(x) for backward.
+      seed: draws the masks of dropout. Each adapter has its own ratio, in steps and not in evaluations, in whichever mode the
+        model is.
+      dropout_mode: what ``lora_dropout`` above 0 means for DoRA. "peft" is PEFT's function; a layer has one more product with
+        W, and keeps a mask and D(x) for backward. "lora" drops the input of A alone, at LoRA's price.
       on_step: is called with each :class:`Step`.
       join: is called after each microbatch with steps, and gives jobs that begin there; their adapters are in the model by
         then. It needs a folder.
@@ -92,12 +95,14 @@ def train(
     """
     check_positive(FN, "every", every, "It counts microbatches.")
     check_positive(FN, "stages", stages, "1 is no pipeline.")
+    if dropout_mode not in ("peft", "lora"):
+        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
     if join and not folder:
         raise fail(FN, "folder", "given with join", "None", "From there those that train go on, beside the new ones.")
     links = connect() if stages > 1 else Links((0,), 0, (), (), None)
     with watching(FN, links.sums):  # who fails says so to those who wait for it
         while True:
-            ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links))
+            ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links), dropout_mode)
             notes, works, rows = ready.notes, ready.course.works, [each.job for each in jobs]
             waiting, more = list[tuple[Work, Tensor]](), list[TrainJob]()
             with begun(model, rows, ready, folder, seed, stages, links) as (state, runs):
@@ -231,13 +236,14 @@ def prepared(
     folder: str | Path | None = None,
     card: Card | None = None,
     depth: int = 1,
+    dropout_mode: Mode = "peft",
 ) -> Prepared:
     """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
     for a, each in enumerate(jobs):
         check_job(f"jobs[{a}]", each)
     names = [each.job.name for each in jobs]
     check_names(FN, names)
-    layers, banks = layers_of(model, names)
+    layers, banks = layers_of(model, names, dropout_mode)
     orders, why = [order_of(each) for each in jobs], ""
     reads = [read(f"jobs[{a}].data", jobs[a].data, chain(*order), names[a]) for a, order in enumerate(orders)]
     judged = [

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma
 from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
-from fdora.triton.kernels.multi_rows import keep_of_segments
+from fdora.triton.kernels.multi_rows import drop_by_segments
 from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, store, within
 from fdora.triton.runtime.cost import launched
@@ -144,7 +144,7 @@ def multi_gemm_pointer_kernel(
 def multi_epilogue_kernel(
     v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """The same on a product that is there. ``seed`` masks the term of low rank. By ``order`` rows of v and out are sorted."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -157,7 +157,7 @@ def multi_epilogue_kernel(
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
     if seed is not None:
-        acc = tl.where(keep_of_segments(seed, threshold, ids, t, n, offsets, M, G), acc * keep_scale, 0.0)
+        acc = drop_by_segments(acc, seed, threshold, keep_scale, ids, t, n, offsets, M, G, APART)
     acc += there.to(tl.float32)
     if pre_scale is not None:
         store(acc, Matrix(pre_scale, N, None), t, n, M, N)

@@ -95,20 +95,26 @@ def bank_kernel(
 
 
 @triton.jit
-def keep_of_segments(seed, threshold, ids, t, k, offsets, M, G):
-    """Where the elements (t, k) survive: a token counts from the start of its segment, under the seed of its adapter."""
+def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART: tl.constexpr):
+    """v, zero where the elements (t, k) are dropped and scaled elsewhere: a token counts from the start of its segment, under
+    the seed of its adapter. APART: behind all seeds are the ratios, float64."""
     a = tl.load(ids + t, mask=t < M, other=0)
     lo, _ = bounds_of(offsets, a, G, M)
-    return keep_rows(tl.load(seed + a, mask=a < G, other=0), threshold, t - lo, k)
+    if APART:
+        p = tl.load((seed + G).to(tl.pointer_type(tl.float64)) + a, mask=a < G, other=0.0)
+        threshold = (p * 4294967296.0).to(tl.int64)[:, None]
+        scale = (1.0 / (1.0 - p)).to(tl.float32)[:, None]
+    keep = keep_rows(tl.load(seed + a, mask=a < G, other=0), threshold, t - lo, k)
+    return tl.where(keep, v * scale, 0.0)
 
 
 @triton.jit(launch_metadata=launched)
 def multi_drop_kernel(
     x, out, seed, offsets, order, ids, threshold, scale, M, G, K, stride_xm, stride_xk,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK_K)
     at = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, t < M), k)
     v = tl.load(at, mask=within(t, k, M, K)).to(tl.float32)
-    v = tl.where(keep_of_segments(seed, threshold, ids, t, k, offsets, M, G), v * scale, 0.0)
+    v = drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART)
     store(v, Matrix(out, K, None), t, k, M, K)
