@@ -97,7 +97,7 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
     0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340, and in one slab with three tiles of W ahead 128 x 64 by 8
     warps 0.161, 64 x 64 0.184 (h200/norm_model_128.json).
 
-    float32 A and B there, where splitting them weighs more than the products (bench/NOTES.md): r = 64 128 x 128 with two tiles of
+    float32 A and B there, where splitting them weighs more than the products (bench/NOTES.md): r = 64 128 x 128 with two of
     W ahead 0.533, 64 x 64 0.588, 64 x 128 in slabs of 32 1.69; r = 16 64 x 64 0.284; r = 128 in one slab 64 x 64 0.741,
     128 x 64 0.854; r = 384 64 x 64 in slabs of 64 4.33, 64 x 128 in slabs of 32 8.96, 128 x 128 3.22, but that spills.
     """
