@@ -12,12 +12,12 @@ from itertools import product
 
 import torch
 
-from bench.suite import Suite
+from bench.suite import Suite, shapes
 from bench.truth import rel_l2
 from bench.ways import S, differentiated, mode_ms
 from fdora.functional import dora_compose, dora_delta, select_backend
 
-SHAPES = ((4096, 4096), (4096, 14336), (16, 4096), (16384, 4096))
+SHAPES = shapes("4096x4096,4096x14336,16x4096,16384x4096")
 
 
 def plain(base, lora, g, delta):
@@ -50,8 +50,9 @@ def case(M, N, delta, device, runs, facts):
 
 def measure(run):
     device = run.options.device
-    for shape, delta in run.cases(product(SHAPES[2:3] if device == "cpu" else SHAPES, (False, True))):
+    usual = SHAPES[2:3] if device == "cpu" else SHAPES
+    for shape, delta in run.cases(product(run.options.shapes or usual, (False, True))):
         run.add(case(*shape, delta, device, run.options.runs, run.facts))
 
 
-main = Suite(measure, runs=9)
+main = Suite(measure, {"--shapes": (shapes, "tokens x width")}, runs=9)

@@ -144,11 +144,61 @@ def losses(axes, panel: tuple) -> None:
     axes.legend(fontsize=7)
 
 
+def studied(study: str) -> list[str]:
+    """Runs of bench.studies with rows of this one."""
+    return [name for name in names("study_") if result(name)["rows"][0]["study"] == study]
+
+
+def near(axes, panel: tuple[str, str]) -> None:
+    """Relative error of what is added to base; what is not wrong at all is not drawn."""
+    name, dtype = panel
+    rows = [row for row in result(name)["rows"] if row["dtype"] == dtype and row["spread"]]
+    for way in rows[0]["delta"]:
+        mine = {"dora_delta": {"color": COLOURS["fdora"], "linewidth": 3}, "rounding": {"color": "black", "linestyle": ":"}}
+        axes.plot([row["spread"] for row in rows], [row["delta"][way] for row in rows], label=way, **mine.get(way, {}))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"spread of g about 1, {dtype}")
+    axes.set_ylabel("relative error of what is added to base")
+    axes.legend(fontsize=6)
+
+
+def spread(axes, panel: tuple[str, int]) -> None:
+    """Of every layer the middle 90 %; the grey band is what bf16 makes 1 of."""
+    name, steps = panel
+    rows = [row for row in result(name)["rows"] if row["steps"] == steps and row["layer"] != "all"]
+    at = range(len(rows))
+    axes.axhspan(-(2**-9), 2**-8, color="0.85", label="1 in bf16")
+    axes.vlines(at, [row["q05"] for row in rows], [row["q95"] for row in rows], color=COLOURS["fdora"], label="5 % to 95 %")
+    axes.plot(at, [row["q50"] for row in rows], ".", color="black", markersize=3, label="median")
+    axes.set_xlabel(f"linear layers, first to last; {steps} steps")
+    axes.set_ylabel("g - 1")
+    axes.legend(fontsize=7)
+
+
+def timeline(axes, name: str) -> None:
+    """Allocated, and reserved dashed."""
+    for row in result(name)["rows"]:
+        allocated, reserved = ([each / 1024 for each in column] for column in zip(*row["points"], strict=True))
+        parts = [i / len(allocated) for i in range(len(allocated))]
+        axes.plot(parts, allocated, color=COLOURS[row["way"]], label=NAMES[row["way"]])
+        axes.plot(parts, reserved, color=COLOURS[row["way"]], linestyle="--", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"share of the operations of a step, {machine(name)}")
+    axes.set_ylabel("GiB allocated; reserved dashed")
+    axes.legend(fontsize=7)
+
+
 FIGURES = {
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
     **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SWEPT},
     "losses": Figure(loss_panels, losses),
+    "near": Figure(lambda: [(name, dtype) for name in studied("near") for dtype in ("bf16", "fp16")], near),
+    "spread": Figure(
+        lambda: [(n, k) for n in studied("spread") for k in sorted({x["steps"] for x in result(n)["rows"]})], spread
+    ),
+    "timeline": Figure(partial(studied, "timeline"), timeline),
 }
 
 

@@ -10,10 +10,10 @@ inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
 median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
-compared with those of PEFT's DoRA, for one layer all with a float32 run, and compiled with eager (with ``--dropout`` while
-nothing is dropped: every way draws masks of its own); the norms that the 8 micro-batches of one step compute are counted.
-``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is small: the head, which has no
-adapter, would be most of a narrow or a short model.
+compared with those of PEFT's DoRA and of its own eager way, for one layer all with a float32 run, and compiled with eager (with
+``--dropout`` while nothing is dropped: every way draws masks of its own); the norms that the 8 micro-batches of one step
+compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is small: the
+head, which has no adapter, would be most of a narrow or a short model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fdora
 from bench import decoder
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
@@ -47,6 +48,7 @@ SWEEPS = {
     "width": (1024, 2048, 4096, 8192, 16384, 28672),
 }
 SWEEP_VOCABULARY = 1024
+OWN = "against_its_own_eager_way"
 
 
 def network(options, layers: int, width: int | None = None) -> nn.Module:
@@ -206,6 +208,11 @@ def norms_counted():
         KeptNorm.given, NormCache.current = given, current
 
 
+def eagerly(run: Trained) -> dict[str, Tensor]:
+    with fdora.backend("eager"):
+        return results(run)
+
+
 def norms_of_a_step(run: Trained) -> dict[str, int]:
     """Of 8 micro-batches, after a step that changed every adapter."""
     run.of("step")()
@@ -266,6 +273,8 @@ class Bench:
         if "peft_dora" in runs and mine:
             truth, first = results(runs["peft_dora"]), runs[mine[0]]
             found = {against(way): compare(runs[way], truth) for way in mine}
+            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first), at({"adapter": adapter})).values():
+                found[OWN] = compare(first, own)
             found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
             counts = norms_of_a_step(first)  # steps as they will be timed: the paths of their calls are counted, too
             made = {"agreement": found, "paths": paths(first.model), "norms": counts}
@@ -322,6 +331,7 @@ def fdoras(agreement: dict) -> dict[str, dict]:
     said = {"": "PEFT's DoRA", "fused": "PEFT's DoRA, fuse=True"}
     kinds = {key: key.removesuffix("against_peft_dora").strip("_") for key in agreement if key.endswith("against_peft_dora")}
     found = {said.get(kind, f"PEFT's DoRA, {kind}"): agreement[key] for key, kind in kinds.items()}
+    found |= {"its own eager way": agreement[OWN]} if OWN in agreement else {}
     return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
 
 

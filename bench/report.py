@@ -18,7 +18,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import converge, diffusion, issue_time, jobs, model, quant, quant_model, report_shapes, schedule, serve, steps, vit
+from bench import (
+    converge,
+    diffusion,
+    issue_time,
+    jobs,
+    model,
+    quant,
+    quant_model,
+    report_shapes,
+    schedule,
+    serve,
+    steps,
+    studies,
+    vit,
+)
 from bench.all import TABLE
 from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
@@ -304,6 +318,25 @@ def compose_line() -> str:
     ).format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
 
 
+def compositions() -> list[str]:
+    """And of the run with many shapes, where there is one, times over the kernel's."""
+    parts = [compose_line()]
+    for name in names("compose_20"):
+        head, lines = (
+            ["op", "tokens x width", "eager", "plain torch", "copy", "with backward: eager", "plain torch", "copy"],
+            [],
+        )
+        for x in result(name)["rows"]:
+            over = [
+                x[f"{mode}_{way}_ms"] / x[f"{mode}_triton_ms"]
+                for mode in ("fwd", "fwd_bwd")
+                for way in ("eager", "plain", "copy")
+            ]
+            lines.append([x["op"], f"{x['M']} x {x['N']}", *(f"{each:.2f}" for each in over)])
+        parts += [f"### {name}: the other's time over the kernel's", table(head, lines)]
+    return parts
+
+
 # The columns of one layer: way, and whether its norm is given
 LAYER_WAYS = {
     "frozen": ("frozen", "inside"),
@@ -541,6 +574,22 @@ SERVING = (
     "One layer of a server, GPU time over that of vLLM's kernels for LoRA, lowest to highest of all shapes and ranks "
     "(`python -m bench.serve`, which says what the ways are). g of an adapter of all linears of Llama-3.1-8B, r 64: {loads}."
 )
+NEAR = (
+    "What six ways to compose lose where g is near 1: relative error of what is added to base, and in brackets of the output "
+    "where that is over twice what rounding it costs (`python -m bench.studies near`, which says what is composed)."
+)
+SPREAD = (
+    "g of all 36 linears of the demo's model, pretrained and then really trained (`python -m bench.studies spread`): what 16 "
+    "bits lose of it. Below, the layers after the last step."
+)
+TIMELINE = (
+    "Memory through one training step of {layers} layers of {model}, {seq} tokens, r {r} (`python -m bench.studies timeline`)."
+)
+ADVICE = (
+    "Which way to take, from the measurements above of Qwen3's layers on an H200: time over LoRA's in the same run. The advice "
+    'follows from its row by rule: the fastest way that computes PEFT\'s function, and `dropout_mode="lora"`, which computes '
+    "another in training, where that is a tenth faster."
+)
 DIFFUSION = (
     "A training step of diffusers' models at their published sizes, random weights (`python -m bench.diffusion`, which says "
     "what the models and ways are)."
@@ -602,6 +651,70 @@ def together() -> list[str]:
     return parts
 
 
+def studied(study: str) -> dict[str, list[dict]]:
+    """The rows of this study by run."""
+    found = {name: [row for row in result(name)["rows"] if row["study"] == study] for name in names("study_")}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def near_one() -> list[str]:
+    tables = [studies.near_table(rows, dtype) for rows in studied("near").values() for dtype in studies.HALVES]
+    return [figure("near", "Error of six ways to compose, by the spread of g"), NEAR, *tables]
+
+
+def spreads() -> list[str]:
+    tables = [studies.spread_table(rows, layers) for rows in studied("spread").values() for layers in (False, True)]
+    return [figure("spread", "g - 1 by layer"), SPREAD, *tables]
+
+
+def timelines() -> list[str]:
+    parts = [figure("timeline", "Memory through a training step")]
+    for name, rows in studied("timeline").items():
+        parts += [TIMELINE.format_map(result(name)), studies.timeline_table(rows)]
+    return parts
+
+
+# What people choose by: a run of bench.model or bench.steps, and which of its rows.
+SWEEP = "h200/model_qwen3-8b_sweep_{}"
+SETTINGS = {
+    **{f"rank {r}": (SWEEP.format("r"), {"mode": "gradient", "r": r}) for r in (8, 64, 384, 768)},
+    **{f"width {w}": (SWEEP.format("width"), {"mode": "gradient", "width": w}) for w in (1024, 4096, 16384)},
+    **{f"{S} tokens": (SWEEP.format("S"), {"mode": "gradient", "seq": S}) for S in (512, 2048, 8192, 32768)},
+    "128 tokens, a step": ("h200/steps", {"mode": "step", "model": "8b", "S": 128, "r": 16}),
+    "128 tokens, inference": ("h200/steps", {"mode": "inference", "model": "8b", "S": 128, "r": 16}),
+    "512 tokens, compiled": ("h200/steps_compiled", {"mode": "step", "S": 512, "compiled": "default"}),
+    "4096 tokens, compiled": ("h200/steps_compiled", {"mode": "step", "S": 4096, "compiled": "default"}),
+    "dropout 0.05": ("h200/model_qwen3-8b_dropout", {"mode": "step_8"}),
+    "dropout 0.05, checkpointing": ("h200/model_qwen3-8b_dropout", {"mode": "step_checkpointing"}),
+}
+EXACT = {"": "`fuse=False`", "fuse": "`fuse=True`"}
+
+
+def advice_rows() -> list[list[str]]:
+    lines = []
+    for setting, (run, wanted) in SETTINGS.items():
+        rows = {row["way"]: row for row in (result(run)["rows"] if run in names() else ()) if wanted.items() <= row.items()}
+        if "peft_lora" not in rows:
+            continue
+        over = {way.removeprefix("peft_").replace("use_", ""): row["ms"] / rows["peft_lora"]["ms"] for way, row in rows.items()}
+        shown = {"dora": "dora", "fdora": "", "fdora_fused": "fuse", "fdora_fused_lora_dropout": "lora"}
+        times = {shown[way]: v for way, v in over.items() if way in shown}
+        best = min(EXACT.keys() & times.keys(), key=lambda way: (round(times[way], 2), way == ""))
+        said = EXACT[best] + (
+            " is not dearer than LoRA" if times[best] < 1.005 else f" costs {times[best] - 1:.0%} more than LoRA"
+        )
+        if times.get("lora", 9) < 0.9 * times[best]:
+            said += f'; `dropout_mode="lora"` {times["lora"] / times[best] - 1:.0%}'
+        cells = (f"{times[way]:.2f}" if way in times else "" for way in ("dora", "", "fuse", "lora"))
+        lines.append([setting, *cells, said, commit_of(result(run))])
+    return lines
+
+
+def advice() -> list[str]:
+    head = ["setting", "PEFT DoRA", *EXACT.values(), '`dropout_mode="lora"`', "advice", "commit"]
+    return [ADVICE, table(head, advice_rows())]
+
+
 def full() -> list[str]:
     """Gradients through the norm: what they cost, and whether they train better."""
     parts = []
@@ -645,7 +758,7 @@ SECTIONS = {
     "Where fdora loses": (("",), lambda: [losses()]),
     "One layer": (("layer_",), layer_section),
     "The norm": (("norm",), norms),
-    "Compose": (("compose",), lambda: [compose_line()]),
+    "Compose": (("compose",), compositions),
     "Shapes that nobody tuned for": (("shapes",), unseen),
     "One launch out of a cold cache": (("suite",), suites),
     "Layers that share their input": (("group",), groups),
@@ -661,6 +774,10 @@ SECTIONS = {
     "Diffusion models": (("diffusion",), diffusion_models),
     "Serving": (("serve",), serving),
     "Gradients through the norm": (("full",), full),
+    "Which way to take": (("model_", "steps"), advice),
+    "Near g = 1": (("study_near",), near_one),
+    "g in an adapter that was trained": (("study_spread",), spreads),
+    "Memory through a step": (("study_timeline",), timelines),
     "Many adapters in a pipeline": (
         ("schedule",),
         lambda: [SCHEDULES, *(schedule.markdown(result(name)) for name in names("schedule"))],

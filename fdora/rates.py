@@ -32,6 +32,10 @@ GPUS = {
     "l40s": Gpu("L40S", 362e12, 0.864e12, 183e12, 91.6e12, 89, 142, 44.4, "NVIDIA L40S"),
     "b200": Gpu("B200", 2250e12, 8.0e12, 1125e12, 75e12, 100, 148, 178.3, "NVIDIA B200"),
     "4090": Gpu("GeForce RTX 4090", 165e12, 1.008e12, 82.6e12, 82.6e12, 89, 128, 23.5, "NVIDIA GeForce RTX 4090"),
+    "b300": Gpu("B300", 2500e12, 8.0e12, 1250e12, 77e12, 103, 148, 268.0),
+    "5090": Gpu("GeForce RTX 5090", 210e12, 1.79e12, 105e12, 105e12, 120, 170, 31.4, "NVIDIA GeForce RTX 5090"),
+    "rtx6000pro": Gpu("RTX PRO 6000 Blackwell", 504e12, 1.79e12, 252e12, 126e12, 120, 188, 95.0),
+    "mi300x": Gpu("MI300X", 1307e12, 5.3e12, 654e12, 163e12, 0, 304, 192.0, "AMD Instinct MI300X"),
 }
 
 
@@ -44,10 +48,7 @@ def gpu_of(device_name: str) -> Gpu | None:
 BY_CAPABILITY = {
     gpu.capability: gpu
     for gpu in (
-        *(GPUS[name] for name in ("a100", "4090", "h200", "b200")),
+        *(GPUS[name] for name in ("a100", "4090", "h200", "b200", "b300", "5090", "mi300x")),
         Gpu("GeForce RTX 3090", 71e12, 0.94e12, capability=86, num_sms=82),
-        Gpu("B300", 2500e12, 8.0e12, capability=103, num_sms=148),
-        Gpu("GeForce RTX 5090", 210e12, 1.79e12, capability=120, num_sms=170),
-        Gpu("MI300X", 1307e12, 5.3e12, capability=0, num_sms=304),
     )
 }

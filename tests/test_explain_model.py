@@ -253,7 +253,10 @@ def test_mistakes_in_arguments(tmp_path):
     for options, words in (
         ({"tokens": 0}, "`tokens` must be at least 1, got 0"),
         ({"r": 0}, "`r` must be at least 1, got 0"),
-        ({"gpu": "v100"}, "`gpu` must be one of h200, h100, a100, l40s, b200, 4090, got 'v100'"),
+        (
+            {"gpu": "v100"},
+            "`gpu` must be one of h200, h100, a100, l40s, b200, 4090, b300, 5090, rtx6000pro, mi300x, got 'v100'",
+        ),
     ):
         with pytest.raises(FdoraError) as error:
             explain(folder, **options)

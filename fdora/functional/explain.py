@@ -57,7 +57,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
       fn: dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_embedding, dora_conv1d, dora_conv2d, dora_conv3d,
         dora_experts, dora_experts_mlp, dora_norm, dora_norm_tree, dora_compose, dora_delta, dora_merge or dora_unmerge.
       args: as for ``fn``; tensors may be on any device, also "meta". Their values are not read.
-      gpu: a key of ``fdora.predict.GPUS`` ("h200", "h100", "a100", "l40s", "b200", "4090"), or a GPU of this machine, such as
+      gpu: a key of ``fdora.predict.GPUS`` ("h200", "a100", "mi300x", ...), or a GPU of this machine, such as
         "cuda". None: where the tensors are.
       backward: False leaves the plan of backward out.
       kwargs: as for ``fn``.

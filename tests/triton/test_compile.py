@@ -19,7 +19,9 @@ from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
+from bench.records import names  # noqa: E402
 from fdora._records import Dropout, Operands  # noqa: E402
+from fdora.predict import GPUS  # noqa: E402
 from fdora.triton import mlp  # noqa: E402
 from fdora.triton.factors import factor_gradients  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
@@ -80,6 +82,23 @@ def built_there(steps, target):
         return steps
     largest = {step.kernel.__name__: step for step in sorted(steps, key=size)}.values()
     return [step for step in steps if step in largest or (target == 100 and by_tma(step))]
+
+
+def test_the_support_table_says_what_is_compiled():
+    """docs/start.md: an architecture for each target, what was measured is what ran, fp8 where Triton has it."""
+    page = (Path(__file__).parents[2] / "docs/start.md").read_text()
+    said = {arch: cells for arch, *cells in re.findall(r"^\| [^|]+ \| (sm_\d+|gfx\d+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)}
+    targets = {target if isinstance(target, str) else f"sm_{target}": target for target in TARGETS}
+    assert said.keys() == {*targets, "sm_89"} and said.pop("sm_89") == ["as sm_80", "unknown"]
+    ran = {
+        f"sm_{gpu.capability}"
+        for gpu in GPUS.values()
+        if any(gpu.name.split()[0].lower() == name.split("/")[0] for name in names())
+    }
+    for arch, target in targets.items():
+        without = "unknown" if isinstance(target, str) else "none"
+        float8 = "compiled" if device(target).capability >= 89 else without
+        assert said[arch] == (["measured", "measured"] if arch in ran else ["compiled", float8]), arch
 
 
 def device(target):

@@ -12,6 +12,7 @@ import fdora.functional as F
 from fdora import FdoraError
 from fdora._recording import active
 from fdora.functional import explain
+from fdora.predict import GPUS
 from fdora.quant import opaque, quantize
 from fdora.triton import describe as explaining
 from fdora.triton.runtime import walk
@@ -434,6 +435,14 @@ def test_nothing_of_a_gpu_that_is_not_there_stays():
         explain(F.dora_linear, x[:, :8], *rest, s=2.0, gpu="h200")
     assert device_of(torch.device("meta")).capability == 0 and active() is None
     assert not any(plan.device.capability == 90 for plan in walk._plans.values())
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_of_the_table_is_explained_by_its_own_rates(gpu):
+    said = explain(F.dora_linear, *meta(), s=2.0, gpu=gpu)
+    rate = GPUS[gpu]
+    assert said.gpu is rate and said.backend == "triton"
+    assert said.flops / rate.flops <= said.seconds < 1 and rate.gib > 20 and rate.tf32 < rate.flops
 
 
 def test_gpus_differ():

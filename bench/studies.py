@@ -1,0 +1,242 @@
+"""Studies of what DoRA does to numbers and to memory, one by its name.
+
+    python -m bench.studies near --json FILE                       # error near g = 1 of six ways to compose
+    python -m bench.studies spread --json FILE                     # how g is spread in an adapter that was really trained
+    python -m bench.studies timeline --device cuda --json FILE     # allocated and reserved memory through a training step
+
+near: base of deviation 1, s lora of 0.1, g about 1 by a spread; relative error against float64 of what is added to base and of
+the output, beside what rounding the exact one costs. spread: the demo's model (22M, pretrained) and recipe, fdora alone; after
+so many steps each layer's g = m / c, and what 16 bits make of it: "lost" is the share of values that become 1 exactly, "error"
+the relative error of g - 1. timeline: a model of bench.model, the second optimizer step of each way, looked at after every
+operation of torch, kept as the most of each of POINTS parts; allocated and reserved bytes by PyTorch's counters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.suite import One, Run, Suite
+from bench.table import side_by_side, table
+from bench.truth import rel_l2
+from bench.ways import NAMES, S
+from fdora.functional import dora_compose, dora_delta, dora_norm
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SPREADS = (0.0, 1e-4, 3e-4, 1e-3, 1.5e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+STEPS = (25, 100, 400)
+QUANTILES = (0.05, 0.5, 0.95)
+POINTS = 200
+CPU_COUNTS = False  # a test counts there in its own way
+WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
+
+
+# near
+
+
+def forms(base: Tensor, lora: Tensor, g: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What is added to base, and the output, in their dtype. g is float32."""
+    half = base.dtype
+    coarse, wide = g.to(half), (base.float(), S * lora.float())
+    added = {
+        "g (base + s lora) - base": coarse * (base + S * lora) - base,
+        "(g - 1) base + g s lora": (coarse - 1) * base + coarse * (S * lora),
+        "the same, g - 1 in float32": (g - 1).to(half) * base + coarse * (S * lora),
+        "float32 inside, g in 16 bits": ((coarse.float() - 1) * wide[0] + coarse.float() * wide[1]).to(half),
+        "dora_delta": dora_delta(base, lora, g, s=S),
+    }
+    y = dora_compose(base, lora, g, s=S)
+    return {way: (delta, base + delta) for way, delta in added.items()} | {"dora_compose": (y - base, y)}
+
+
+def near(run: Run) -> None:
+    for (name, half), spread in run.cases(itertools.product(HALVES.items(), SPREADS)):
+        random = Generator().manual_seed(0)
+        base, lora, g = (torch.randn(size, generator=random) for size in ((512, 4096), (512, 4096), 4096))
+        base, lora, g = (t.to(run.options.device) for t in (base.to(half), (lora * 0.1 / S).to(half), 1 + spread * g))
+        exact_delta = (g.double() - 1) * base.double() + g.double() * S * lora.double()
+        exact = exact_delta, base.double() + exact_delta
+        ways = forms(base, lora, g) | {"rounding": tuple(t.to(half) for t in exact)}
+        errors = {way: [rel_l2(*pair) for pair in zip(found, exact, strict=True)] for way, found in ways.items()}
+        delta, output = ({way: float(f"{each[i]:.3g}") for way, each in errors.items()} for i in range(2))
+        run.add({"study": "near", "dtype": name, "spread": spread, "delta": delta, "output": output})
+
+
+# spread
+
+
+def trained(steps: tuple[int, ...], limit: int | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """g of each layer of the demo's model after so many steps of its recipe, whose rate of learning falls until the last."""
+    from demo.adapt import adapt, linear_layers
+    from demo.batches import Texts
+    from demo.data import load_corpus
+    from demo.model import load_encoder, load_tokenizer
+    from demo.train import Runner, Settings
+
+    recipe, corpus = Settings(steps=steps[-1]), load_corpus()
+    device, texts = torch.device("cpu"), Texts(corpus.train[:limit], load_tokenizer(), recipe.max_tokens)
+    model = load_encoder(device)
+    torch.manual_seed(recipe.seed)
+    head = nn.Linear(model.config.hidden_size, len(corpus.classes))
+    params = adapt(model, recipe.r, recipe.s, Generator().manual_seed(recipe.seed))
+    runner = Runner("fdora", model, [t for p in params.values() for t in p], head, recipe)
+    order = texts.shuffled(recipe.batch_size, Generator().manual_seed(recipe.seed))
+    layers = linear_layers(model)
+    for done in range(1, steps[-1] + 1):
+        runner.step(texts.batch(next(order), device))
+        if done in steps:
+            with torch.no_grad():
+                yield done, {n: p.m / dora_norm(layers[n].weight, p.A, p.B, s=recipe.s) for n, p in params.items()}
+
+
+def of_layer(g: Tensor) -> dict:
+    """Of one layer's g, or of many at once."""
+    away = (g - 1).double()
+    row = {"mean": away.mean().item(), "deviation": away.std().item()}
+    row |= {
+        f"q{int(100 * q):02}": v
+        for q, v in zip(QUANTILES, away.quantile(torch.tensor(QUANTILES).double()).tolist(), strict=True)
+    }
+    rounded = {name: g.to(half) for name, half in HALVES.items()}
+    row = {"values": g.numel()} | {key: float(f"{v:.4g}") for key, v in row.items()}
+    row["lost"] = {name: round((t == 1).double().mean().item(), 4) for name, t in rounded.items()}
+    return row | {"error": {name: float(f"{rel_l2(t.float() - 1, away):.3g}") for name, t in rounded.items()}}
+
+
+def spread(run: Run) -> None:
+    for steps, layers in trained(tuple(run.options.steps), run.options.texts or None):
+        for name, g in ({"all": torch.cat(list(layers.values()))} | layers).items():
+            run.add({"study": "spread", "steps": steps, "layer": name.removeprefix("encoder.layer.")} | of_layer(g))
+
+
+# timeline
+
+
+class Watched(TorchDispatchMode):
+    """Notes ``look()`` after every operation."""
+
+    def __init__(self, look: Callable[[], tuple[int, int]]):
+        super().__init__()
+        self.look, self.seen = look, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen.append(self.look())
+        return result
+
+
+def counters() -> tuple[int, int]:
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def thinned(seen: list[tuple[int, int]], points: int = POINTS) -> list[list[float]]:
+    """MiB, allocated and reserved; the most of each part."""
+    parts = [seen[i * len(seen) // points : (i + 1) * len(seen) // points] for i in range(points)]
+    return [[round(max(column) / 2**20, 1) for column in zip(*part, strict=True)] for part in parts if part]
+
+
+def timeline(run: Run) -> None:
+    from bench.clock import free
+    from bench.decoder import DTYPES, adapters
+    from bench.model import Trained, inputs_for, network
+
+    options = run.options
+    if options.device == "cpu" and not CPU_COUNTS:
+        raise SystemExit("timeline wants a GPU: the memory of a CPU is not counted")
+    facts = SimpleNamespace(model=options.model, tiny=options.tiny, sweep=None, device=options.device, dtype="bf16")
+    torch.manual_seed(0)
+    base = network(facts, options.layers)
+    values, inputs = adapters(base, options.r, DTYPES["bf16"]), inputs_for(base, options.seq)
+    run.set(model=options.model, layers=options.layers, seq=options.seq, r=options.r)
+    for way in run.cases(WAYS):
+        trained = Trained(way, base, values, inputs, options.seq)
+        step = trained.of("step")
+        step()
+        free(options.device)
+        before = counters()[0]
+        with Watched(counters) as watched:
+            step()
+        seen = watched.seen
+        most, held = (max(each[i] for each in seen) for i in range(2))
+        row = {"study": "timeline", "way": way, "modules": len(values), "operations": len(seen)}
+        row |= {"before_mb": round(before / 2**20, 1), "peak_mb": round(most / 2**20, 1), "reserved_mb": round(held / 2**20, 1)}
+        run.add(row | {"points": thinned(seen)})
+        del trained, step
+        free(options.device)
+
+
+STUDIES = {"near": near, "spread": spread, "timeline": timeline}
+
+
+def near_table(rows: list[dict], dtype: str) -> str:
+    """Of what is added, and of the output in brackets where it is worse than twice the rounding."""
+    found = {}
+    for row in (row for row in rows if row["dtype"] == dtype):
+        worse = {way: row["output"][way] > 2 * row["output"]["rounding"] for way in row["output"]}
+        cells = {w: f"{e:.1e}" + (f" ({row['output'][w]:.1e})" if worse[w] else "") for w, e in row["delta"].items()}
+        found[f"{row['spread']:g}",] = cells
+    return side_by_side([f"spread of g, {dtype}"], found)
+
+
+def spread_table(rows: list[dict], layers: bool) -> str:
+    """One line for each number of steps, or for each layer after the last."""
+    last = rows[-1]["steps"]
+    some = [row for row in rows if (row["layer"] != "all" and row["steps"] == last if layers else row["layer"] == "all")]
+    head = ["layer" if layers else "steps", "values", "mean of g - 1", "deviation", "5 % to 95 %"]
+    head += [f"becomes 1 in {name}" for name in HALVES] + [f"error of g - 1 in {name}" for name in HALVES]
+    lines = []
+    for row in some:
+        cells = [row["layer" if layers else "steps"], row["values"], f"{row['mean']:.4f}", f"{row['deviation']:.4f}"]
+        cells += [f"{row['q05']:.4f} to {row['q95']:.4f}", *(f"{row['lost'][name]:.1%}" for name in HALVES)]
+        lines.append([*cells, *(f"{row['error'][name]:.1%}" for name in HALVES)])
+    return table(head, lines)
+
+
+def timeline_table(rows: list[dict]) -> str:
+    head = ["way", "modules", "before, MiB", "most allocated", "most reserved", "reserved, not allocated"]
+    sizes = [[row[f"{name}_mb"] for name in ("before", "peak", "reserved")] for row in rows]
+    unused = [f"{held / most - 1:.1%}" for _, most, held in sizes]
+    return table(head, [[NAMES[r["way"]], r["modules"], *s, u] for r, s, u in zip(rows, sizes, unused, strict=True)])
+
+
+def shown(result: dict) -> str:
+    rows = result["rows"]
+    tables = {
+        "near": lambda some: "\n\n".join(near_table(some, dtype) for dtype in HALVES),
+        "spread": lambda some: spread_table(some, False),
+        "timeline": timeline_table,
+    }
+    by_study = {name: [row for row in rows if row["study"] == name] for name in STUDIES}
+    return "\n\n".join(tables[name](some) for name, some in by_study.items() if some)
+
+
+OPTIONS = {
+    "study": dict(choices=STUDIES),
+    "--steps": (list(STEPS), "of spread: looked at after so many"),
+    "--texts": (0, "of spread: of so many texts, 0 for all"),
+    "--model": (One(("qwen3-8b", "llama-3.1-8b"), "qwen3-8b"), "of timeline, as --layers, --seq and --r are"),
+    "--layers": 12,
+    "--seq": 4096,
+    "--r": 64,
+    "--tiny": False,
+}
+
+
+def measure(run: Run) -> None:
+    STUDIES[run.options.study](run)
+
+
+def judged(run: Run) -> None:
+    """fdora's ways lose no more than rounding does, and a hundredth of it."""
+    for row in run.result["rows"] if run.options.study == "near" else ():
+        for part, way in (("delta", "dora_delta"), ("output", "dora_compose")):
+            if not row[part][way] <= 1.01 * row[part]["rounding"]:
+                raise SystemExit(f"{way} loses more than rounding: {row}")
+
+
+main = Suite(measure, OPTIONS, show=shown, judge=judged)

