@@ -224,7 +224,9 @@ def _kept(fn: Callable, a: dict[str, Any], noted: Recording, saved: list[Tensor]
 def _of_torch(a: dict[str, Any], t: Tensor) -> str:
     """A name for what neither a caller nor a plan made: by its form."""
     if not t.is_floating_point():
-        return "offsets" if t.dtype == torch.int32 else "place" if t.dim() == 2 else "seed" if a.get("dropout_p") else "order"
+        p = a.get("dropout_p")
+        drops = isinstance(p, Tensor) or bool(p)
+        return "offsets" if t.dtype == torch.int32 else "place" if t.dim() == 2 else "seed" if drops else "order"
     for arg in ("A", "B") if "groups" in a else ():
         if t.shape[1:] == a[arg].shape[1:]:
             return f"{arg} in the dtype of x" if t.shape == a[arg].shape else f"{arg} of each group"

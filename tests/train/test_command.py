@@ -143,6 +143,15 @@ def test_memory_and_time_of_a_gpu(folder, capsys):
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_what_dropout_means_is_planned_and_trained(folder, capsys, command):
+    toml = folder / "jobs.toml"
+    toml.write_text(toml.read_text().replace("capacity", 'dropout_mode = "none"\ncapacity'))
+    with pytest.raises(SystemExit, match="2"):
+        main([command, str(toml)])
+    assert "`dropout_mode` must be 'peft' or 'lora', got 'none'" in capsys.readouterr().err
+
+
 def test_a_job_that_is_new_in_the_file(folder, capsys):
     """What ended before stays as it was."""
     toml = folder / "jobs.toml"

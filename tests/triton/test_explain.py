@@ -501,3 +501,12 @@ def test_norms_of_a_tree(guarded, monkeypatch):
 def test_a_tree_without_weights():
     with pytest.raises(FdoraError, match="a nesting with a weight"):
         explain(F.dora_norm_tree, {}, {}, s=2.0)
+
+
+def test_a_tensor_of_ratios_is_not_asked_for_its_values():
+    la = layer()
+    bank = [torch.stack([t.detach()] * 2).requires_grad_() for t in (la.A, la.B, la.m)]
+    how = {"offsets": torch.tensor([3, 80], dtype=torch.int32, device=device.NAME), "seed": 1}
+    how["dropout_p"] = torch.tensor([0.1, 0.2], device=device.NAME)
+    plan = explain(F.dora_linear_multi, draw(80, 48), la.W, *bank, s=[2.0, 2.0], gpu="h200", **how)
+    assert "seed" in [kept.name for kept in plan.kept]

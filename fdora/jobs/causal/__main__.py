@@ -196,7 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         jobs = jobs_of(found, tokenizer)
         if a.plan or a.gpu or a.picture:
             model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
-            ready = prepared(model, jobs, found.get("capacity"), Path(found["output"]) / "checkpoint", where)
+            folder, mode = Path(found["output"]) / "checkpoint", found.get("dropout_mode", "peft")
+            ready = prepared(model, jobs, found.get("capacity"), folder, where, dropout_mode=mode)
             print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
                 paint(ready.course, jobs, a.picture)

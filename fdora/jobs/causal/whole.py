@@ -95,8 +95,6 @@ def train(
     """
     check_positive(FN, "every", every, "It counts microbatches.")
     check_positive(FN, "stages", stages, "1 is no pipeline.")
-    if dropout_mode not in ("peft", "lora"):
-        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
     if join and not folder:
         raise fail(FN, "folder", "given with join", "None", "From there those that train go on, beside the new ones.")
     links = connect() if stages > 1 else Links((0,), 0, (), (), None)
@@ -239,6 +237,8 @@ def prepared(
     dropout_mode: Mode = "peft",
 ) -> Prepared:
     """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
+    if dropout_mode not in ("peft", "lora"):
+        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
     for a, each in enumerate(jobs):
         check_job(f"jobs[{a}]", each)
     names = [each.job.name for each in jobs]
