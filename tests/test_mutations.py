@@ -149,7 +149,7 @@ FAULTS = [
     ("multi_masked", "+ _drop(low, bank, who)", "+ low", multi.MASKED),
     ("multi_masked", "torch.ones_like(g[:1])", "g[:1]", multi.MASKED),
     ("multi_masked", "- starts[who]", "", multi.MASKED),
-    ("multi_masked", "torch.cat([bank.seed, bank.seed[:1]])[who]", "bank.seed[0]", multi.MASKED),
+    ("multi_masked", "torch.cat([seed, seed[:1]])[who]", "seed[0]", multi.MASKED),
     ("multi_masked", "F.pad(dA, (0, 0, 0, r - dA.shape[0]))", "F.pad(dA, (0, 0, r - dA.shape[0], 0))", multi.MASKED),
     ("multi_masked", "(0, r - dB.shape[1])", "(r - dB.shape[1], 0)", multi.MASKED),
     ("merge", "g[i:j] * torch.addmm", "torch.addmm", merge),
