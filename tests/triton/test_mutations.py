@@ -23,7 +23,7 @@ FAULTS = [
     ("linear", "tl.where(keep, acc * keep_scale, 0.0)", "acc * keep_scale"),  # a product's share of dropped tokens
     ("linear", "out = dg / tl.where(c < EPS, EPS, c)", "out = dg"),
     ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
-    ("linear", "tl.where(keep, v * scale, 0.0)", "tl.where(keep, v, 0.0)"),
+    ("linear", "v = tl.where(keep, v * scale, 0.0)", "v = tl.where(keep, v, 0.0)"),
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),
     ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
