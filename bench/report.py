@@ -116,12 +116,8 @@ def over_lora(label: str, field: int = 0) -> float:
 
 def readme_headline() -> str:
     found = result("h200/trainer")
-    dora, exact, lora = (
-        f"{row['ms_ratio']:.2f}"
-        for way in ("peft_dora", "peft_fdora_fused", "peft_fdora_fused_lora_dropout")
-        for row in found["rows"]
-        if row["way"] == way
-    )
+    ratios = {row["way"]: f"{row['ms_ratio']:.2f}" for row in found["rows"]}
+    dora, exact, lora = (ratios[way] for way in ("peft_dora", "peft_fdora_fused", "peft_fdora_fused_lora_dropout"))
     return (
         f"With transformers' Trainer on the whole of {MODELS[found['model']]}, one H200, a step takes {exact} of LoRA's wall "
         f"time, where PEFT's own DoRA takes {dora}, and computes the same function. That is the usual recipe: "

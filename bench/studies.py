@@ -32,7 +32,6 @@ SPREADS = (0.0, 1e-4, 3e-4, 1e-3, 1.5e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 STEPS = (25, 100, 400)
 QUANTILES = (0.05, 0.5, 0.95)
 POINTS = 200
-CPU_COUNTS = False  # a test counts there in its own way
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 
 
@@ -131,6 +130,8 @@ class Watched(TorchDispatchMode):
 
 
 def counters() -> tuple[int, int]:
+    if not torch.cuda.is_available():
+        raise SystemExit("timeline wants a GPU: the memory of a CPU is not counted")
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
@@ -146,8 +147,7 @@ def timeline(run: Run) -> None:
     from bench.model import Trained, inputs_for, network
 
     options = run.options
-    if options.device == "cpu" and not CPU_COUNTS:
-        raise SystemExit("timeline wants a GPU: the memory of a CPU is not counted")
+    counters()
     facts = SimpleNamespace(model=options.model, tiny=options.tiny, sweep=None, device=options.device, dtype="bf16")
     torch.manual_seed(0)
     base = network(facts, options.layers)

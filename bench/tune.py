@@ -221,15 +221,6 @@ def tiles_of_norm(shape: Shape) -> Candidates:
     return tiles(NormConfig, text, shape)
 
 
-def tiles_of_strips(shape: Shape) -> Candidates:
-    """Above r = 64 also what runs where there are none; B lies in slabs of 128 then, beside two or three tiles of A."""
-    if shape[2] <= 64:
-        text = "64,64,wide,4,3|64,64,wide,4,4|128,64,wide,4,3|128,64,wide,8,3|64,128,wide,4,3 512|1024|2048"
-        return tiles(StripConfig, text, shape)
-    quarter = shape[0] // 256 * 64  # of the columns: 4096 rows of W are 128 programs then
-    return {"none": None} | tiles(StripConfig, f"128,64,128,8,2|64,64,128,4,3 1024|2048|{quarter} 1", shape)
-
-
 def tree(shape: Shape, device: str) -> Call:
     """The norms of one decoder layer: width, width of the MLP, width of k and v, rank."""
     Ws, pairs = linears(shape[:3], 1, shape[3], device)
@@ -282,10 +273,10 @@ WEIGHTS = shapes("4096x4096,4096x14336,14336x4096,2304x22144,1024x10112")  # K, 
 LAYERS = [(M, *W, 16) for M in (64, 32, 16, 1) for W in WEIGHTS] + [(M, *W, 64) for M in (64, 16) for W in WEIGHTS[:3]]
 SMALLS = [(M, *W, 16) for M in (16, 64) for W in shapes("4096x1024,4096x4096,4096x14336,14336x4096,8192x8192,512x512")]
 NORMS = shapes("24832x8832x8,4096x14336x16,4096x14336x64,3840x15360x96,4096x14336x192,4096x4096x384")
-STRIPS = shapes("4096x14336x16,4096x14336x64,4096x14336x384,14336x4096x384,4096x4096x384")
 PASSES = shapes("4964x896x8064x384,2354x3072x8192x192,512x768x16000x16,3779x4096x12288x128,576x4096x2560x16")
 CODES = "128 128 32 ieee 8 3 0|1; 128 128 64 ieee 8 3 0|1; 128 256 64 ieee 8 3 0|1; 128 256 64 ieee 8 3 1|4 True;"
 CODES += "128 256 32,ieee,8,4|128,ieee,8,2 1|4 True; 256 128 64 ieee 8 3 1|4 True; 128 128 64 ieee 8 4 1|4 True"
+STRIPS = "64,64,wide,4,3|64,64,wide,4,4|128,64,wide,4,3|128,64,wide,8,3|64,128,wide,4,3 512|1024|2048"
 SIDES = "16,256|16,512|32,128|32,256|32,512|64,64|64,128|64,256|128,64|128,128 4,3|4,5|8,3|2,5"
 of_codes, mixed = partial(norm, codes=True), partial(bank, ranks=[8, 16, 64, 256] * 8, both=True)
 products = partial(linear, bare=True)
@@ -293,7 +284,7 @@ NARROW = "fdora.triton.small.takes_narrow_tiles"
 OPS = {
     "norm": facade("norm.norm_config", NORMS, tiles_of_norm, norm),
     "norm_codes": facade("norm_codes.quant_config", shapes("4096x14336x128,4096x14336x384"), (QuantConfig, CODES), of_codes),
-    "norm_strips": facade("norm_codes.strip_config", STRIPS, tiles_of_strips, of_codes),
+    "norm_strips": facade("norm_codes.strip_config", shapes("4096x14336x16,4096x14336x64"), (StripConfig, STRIPS), of_codes),
     "tree": facade("tree_table.tree_config", [(4096, 14336, 1024, r) for r in (16, 64, 128, 384)], tiles_of_tree, tree),
     "few": Op(NARROW, LAYERS, lambda _: {"small": True, "general": False}, linear, bare=products),
     "small": facade("small.small_config", SMALLS, (SmallConfig, SIDES), linear, fixed={NARROW: True}, bare=products),

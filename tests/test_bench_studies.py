@@ -61,7 +61,6 @@ def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
     """With counters of a GPU that is not there: each way's step, a row that the report shows and the figure draws."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(studies, "counters", lambda: (3 * 2**20, 4 * 2**20))
-    monkeypatch.setattr(studies, "CPU_COUNTS", True)
     monkeypatch.setattr("bench.model.Trained.step", lambda self, micro_batches: torch.ones(2).neg().neg())
     rows = result(tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")
     assert [row["way"] for row in rows] == list(studies.WAYS) and {row["modules"] for row in rows} == {7}

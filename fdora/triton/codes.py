@@ -75,9 +75,8 @@ class Packed(NamedTuple):
     shape: tuple[int, int]
     form: Form
     codes: Array
-    rest: tuple[
-        Array | None, ...
-    ]  # of 4 bits: scales, code256 or the global scale, scales2, offset; else scales; zeros, groups
+    rest: tuple[Array | None, ...]
+    """Of 4 bits: scales, code256 or the global scale, scales2, offset. Of 8: scales. Of integers: scales, zeros, groups."""
     transposed: Array | None = None  # the codes once more, (K, N)
 
 
@@ -267,12 +266,9 @@ def decoding(W: Packed, capability: int, by: int = PERMUTES) -> dict[str, Any]:
         facts = (4, form.table, form.hi_first, form.group, form.scales, *lies)
     elif isinstance(form, Ints):
         N, K = W.shape
-        words = (
-            (K, N * form.bits // 8)
-            if form.code in HQQ.values()
-            else (N // form.per if form.code == "awq" else N, cdiv(N, form.per))
-        )
-        tensors, strides = (W.codes, *W.rest, None), words
+        lies_by_row = (N // form.per if form.code == "awq" else N, cdiv(N, form.per))
+        strides = (K, N * form.bits // 8) if form.code in HQQ.values() else lies_by_row
+        tensors = (W.codes, *W.rest, None)
         code, plus, _ = form.code.partition("+")
         facts = (8, code, False, 1, "group", False, True, plus != "", form.bits, form.group, ptx)
     else:

@@ -73,8 +73,7 @@ def strips_of(plan: Builder, W: Packed, A: Array) -> StripConfig | None:
     if not isinstance(form, Lut4) or A.itemsize != 2 or not W.codes.aligned or not in_pairs(form, K) or form.group < 8:
         return None
     config = strip_config(R, K, plan.device.capability)
-    fits = config is not None and K % config.BLOCK_K == 0 and config.BLOCK_R * 3 >= R and is_tma_compatible(A)
-    return config if fits else None
+    return None if config is None or K % config.BLOCK_K or not is_tma_compatible(A) else config
 
 
 def _along_strips(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Guard, first: int, config: StripConfig) -> Array:
@@ -88,7 +87,6 @@ def _along_strips(plan: Builder, W: Packed, of: Factors, s: Scalar, guard: Guard
     codes = decoding(W, plan.device.capability, LOOKUP) | {"codes": W.codes.words((W.codes.numel // 4,), (1,), torch.int32)}
     given = {"A": Tile(of.A, (config.BLOCK_R, config.BLOCK_K)), "B": of.B, "partial": partial, "s": s}
     given |= {"first": first, "N": N, "K": K, "R": R, "span": config.SPAN, "EVEN": N % config.BLOCK_N == 0}
-    given |= {"SLABS": cdiv(R, config.BLOCK_R)}
     given |= {"ONE_SECOND": 0 < together <= SECOND and groups_of(W) % together == 0}
     pdl = guarded and plan.pdl
     plan.launch(quant4_strips_kernel, (programs,), given, codes, guard, config, num_stages=config.AHEAD, pdl=pdl)

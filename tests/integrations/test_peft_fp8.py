@@ -190,8 +190,8 @@ def test_codes_are_kept_transposed_and_anew_where_they_change():
             assert not both or torch.equal(W.tensors[2].float(), base.weight.float().T)
             with torch.no_grad():  # as load_state_dict writes
                 base.weight.copy_(-base.weight.float())
-    alike(found[0], found[2])
-    alike(found[1], found[3])
+    same(found[0], found[2])
+    same(found[1], found[3])
     with pytest.raises(FdoraError, match="`transposed` must be False without grad_compute"):
         use_fdora(model, compute="fp8", transposed=True)
 

@@ -9,10 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton import norm_codes
 from fdora.triton.codes import Coded, Ints
 from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
-from fdora.triton.tiles.quant import StripConfig
 from tests.triton.test_compile import LAST, TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
 from tests.triton.written import (
     BF16,
@@ -185,14 +183,6 @@ def test_no_scale_is_rounded_once_where_it_should_be_twice():
     ptx = build(step_of(FORMS["nf4 nested"], 90, *WHOLE[0]), 90).asm["ptx"]
     lone = re.search(r"fma\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+), (0f00000000|%r\d+);", ptx)
     assert lone and re.search(rf"add\S*\.f32\s+%r\d+, ({lone[1]}, %r\d+|%r\d+, {lone[1]});", ptx)
-
-
-def test_a_large_rank_along_strips(tmp_path, monkeypatch):
-    """In three slabs, each waiting for no copy; what the largest rank asks of shared memory."""
-    monkeypatch.setattr(norm_codes, "strip_config", lambda *_: StripConfig(128, 64, 128, 8, 2, 1024, 1))
-    made = build(step_of(FORMS["nf4 nested"], 90, 1024, 4096, 384, BF16, None), 90)
-    assert made.metadata.name == "quant4_strips_kernel" and "fence.proxy.async" not in made.asm["ptx"]
-    assert_fits(made, 90, tmp_path)
 
 
 def test_strips_wait_for_no_copy_before_a_product(tmp_path):

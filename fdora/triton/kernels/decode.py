@@ -61,8 +61,10 @@ class Codes8(NamedTuple):
 
 
 class How8(NamedTuple):
-    """Its constants: byte_facts of fdora/triton/codes.py. Of packed
-    integers (MODE group) BN is their bits, BK the columns of a group, and BY_BITS says that stored zeros are one less."""
+    """Its constants: byte_facts of fdora/triton/codes.py.
+
+    Of packed integers (MODE group) BN is their bits, BK the columns of a group; BY_BITS: stored zeros are one less.
+    """
 
     CODE: Any
     BY_BITS: Any

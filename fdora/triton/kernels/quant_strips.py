@@ -46,8 +46,8 @@ def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
 
 
 class Strip(NamedTuple):
-    """Constants of a tile (N, K) of W and of a slab R of the rank, one of up to three. ``EVEN``: every tile is whole.
-    ``AHEAD``: stages of the loop. ``ONE_SECOND``: a row of a strip has one second scale."""
+    """Constants of a tile (N, K) of W and of a rank up to R. ``EVEN``: every tile is whole. ``AHEAD``: stages of the loop.
+    ``ONE_SECOND``: a row of a strip has one second scale."""
 
     N: Any
     K: Any
@@ -55,16 +55,6 @@ class Strip(NamedTuple):
     EVEN: Any
     AHEAD: Any
     ONE_SECOND: Any
-    SLABS: Any
-
-
-@triton.jit
-def _slab(B, n, first, N, R, s, unit, T: tl.constexpr):
-    b = loaded(B, n, first + tl.arange(0, T.R), N, R)
-    size = tl.abs(s)
-    if (size < TINY) | (size > HUGE):
-        b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
-    return b
 
 
 @triton.jit
@@ -81,11 +71,9 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
     row, in_n = (first + n).to(tl.int64), (n < N)[:, None]
     size = tl.abs(s)
     unit = tl.where(size < TINY, TINY, tl.where(size > HUGE, HUGE, s))
-    b = _slab(B, n, 0, N, R, s, unit, T)
-    if T.SLABS > 1:
-        b1 = _slab(B, n, T.R, N, R, s, unit, T)
-    if T.SLABS > 2:
-        b2 = _slab(B, n, 2 * T.R, N, R, s, unit, T)
+    b = loaded(B, n, tl.arange(0, T.R), N, R)
+    if (size < TINY) | (size > HUGE):
+        b = (b.to(tl.float32) * (s / unit)).to(b.dtype)
     by = 1.0 / unit
     if SCALES == "e4m3*global":  # code256 is the global scale; to divide by it for each group would be a call
         by *= tl.load(W.code256)
@@ -108,12 +96,7 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
     for k0 in tl.range(begin, end, T.K, num_stages=T.AHEAD):
         word = tl.multiple_of(k0 // 8, T.K // 8)
         x = tl.load(at_x + word) if T.EVEN else tl.load(at_x + word, mask=in_n, other=0)
-        acc = tl.dot(b, A.load([0, k0]))
-        if T.SLABS > 1:
-            acc = tl.dot(b1, A.load([T.R, k0]), acc)
-        if T.SLABS > 2:
-            acc = tl.dot(b2, A.load([2 * T.R, k0]), acc)
-        acc = tl.reshape(acc, (T.N, IN_TILE, PART, 4, 2))
+        acc = tl.reshape(tl.dot(b, A.load([0, k0])), (T.N, IN_TILE, PART, 4, 2))
         if SCALES == "fp32":
             scale = tl.load(at_scale + k0 // GROUP, mask=in_n, other=0.0)
         elif SCALES == "nested":
@@ -143,12 +126,12 @@ def quant4_strips_kernel(
     stride_bn, stride_br,
     CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr, SLABS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    ONE_SECOND: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
     W = Codes4(codes, scales, code256, scales2, offset, groups)
     of = (W, A, Matrix(B, stride_bn, stride_br), partial, s, first, N, K, R, span)
     HOW: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, False, True, PTX)
-    T: tl.constexpr = Strip(BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND, SLABS)
+    T: tl.constexpr = Strip(BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND)
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
     walk(_strip4, of, (HOW, T), count, old_hash, new_hash, WORDS, False, PDL)
