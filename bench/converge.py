@@ -5,14 +5,16 @@
     python -m bench.converge --ways peft,fdora,float32,full      # beside them full DoRA, with gradients through the norm
     python -m bench.converge --ways fdora,full --json FILE       # these two alone: does full DoRA train better?
     python -m bench.converge --ways fdora,fp8,fp8_grad --optimizers adamw --json FILE      # what 8 bits do to training
+    python -m bench.converge --ways peft,fdora --dropout 0.05 --masks 0,1,2 --seeds 0    # dropout's curves from mask to mask
 
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
 all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. A seed
 draws the adapters and the order of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base,
 and PEFT's DoRA in float32 on the same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or
 Muon for A and B with AdamW for m (torch 2.9 has it). Reported: mean and worst difference of the loss of a step, and the
-held-out loss at the end. Seeds and optimizers may be measured in several commands: bench.report puts their files together. It
-fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
+held-out loss at the end. Seeds and optimizers may be measured in several commands: bench.report puts their files together. With
+``--dropout`` every way draws masks of its own, once for each of ``--masks``: what two curves differ by is then compared with
+what PEFT's own differ by from mask to mask. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import math
 import sysconfig
 import warnings
 from contextlib import nullcontext
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +126,8 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
 
     def build(model: nn.Module) -> nn.Module:
         torch.manual_seed(seed)
-        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, use_dora=True, target_modules=list(LINEARS))
+        names, p = list(LINEARS), options.dropout
+        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, lora_dropout=p, use_dora=True, target_modules=names)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(model, config, autocast_adapter_dtype=False).train()
@@ -148,18 +152,20 @@ def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     return found
 
 
-def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], options) -> dict:
+def case(base: nn.Module, seed: int, kind: str, mask: int, texts: tuple[bytes, bytes], options) -> dict:
     data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
-    row = {"seed": seed, "optimizer": kind, "held_out_before": {}, "held_out": {}, "loss": {}, "end": {}}
+    row = {"seed": seed, "optimizer": kind} | ({"mask": mask} if options.dropout else {})
+    row |= {"held_out_before": {}, "held_out": {}, "loss": {}, "end": {}}
     losses = {}
     pairs = [(a, b) for a, b in (*PAIRS, *((way, "fdora") for way in HOW if way != "fdora")) if {a, b} <= set(options.ways)]
     for way in options.ways:
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
         context = torch.autocast(options.device, torch.bfloat16) if mixed else nullcontext()
-        row["held_out_before"][way] = round(held_out(model, last, context), 6)
-        losses[way] = train(model, data, optimizers_of(kind, model), context)
-        row["held_out"][way] = round(held_out(model, last, context), 6)
+        row["held_out_before"][way] = round(held_out(model.eval(), last, context), 6)
+        torch.manual_seed(mask)
+        losses[way] = train(model.train(), data, optimizers_of(kind, model), context)
+        row["held_out"][way] = round(held_out(model.eval(), last, context), 6)
         row["loss"][way] = [round(each, 6) for each in losses[way][::EVERY].tolist()]
         row["end"][way] = round(losses[way][-END:].mean().item(), 6)
         if way == "fdora":
@@ -172,7 +178,10 @@ def case(base: nn.Module, seed: int, kind: str, texts: tuple[bytes, bytes], opti
 
 
 def markdown(rows: list[dict]) -> str:
-    """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)"""
+    """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)
+
+    Then the mean loss of the last steps, and with several masks of dropout how far curves are apart.
+    """
     ways = list(rows[0]["held_out"]) if rows else WAYS
     pairs = list(rows[0]["difference"]) if rows else [f"{a}, {b}" for a, b in PAIRS]
     apart = "{difference[*][mean]:.1e} / {difference[*][worst]:.1e}"
@@ -180,7 +189,29 @@ def markdown(rows: list[dict]) -> str:
     said |= {f"{pair.replace(', ', ' - ')}: mean / worst": apart.replace("*", pair) for pair in pairs}
     before = "float32" if "float32" in ways else ways[0]
     said |= {"held out before": f"{{held_out_before[{before}]:.4f}}"}
-    return columns(rows, said | {f"{way} after": f"{{held_out[{way}]:.4f}}" for way in ways})
+    said |= {f"{way} after": f"{{held_out[{way}]:.4f}}" for way in ways}
+    if rows and "end" in rows[0]:
+        said |= {f"{way}, last {END} steps": f"{{end[{way}]:.4f}}" for way in ways}
+    return "\n\n".join([columns(rows, said), *masked(rows)])
+
+
+def masked(rows: list[dict]) -> list[str]:
+    """What curves of other masks differ by in the mean of the kept steps: PEFT's among themselves, and fdora's from PEFT's."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["seed"], row["optimizer"]), []).append(row["loss"])
+    said = []
+    for (seed, optimizer), losses in groups.items():
+        pairs = list(combinations(losses, 2))
+        if pairs and {"peft", "fdora"} <= set(losses[0]):
+            own = mean(far(a["peft"], b["peft"]) for a, b in pairs)
+            other = mean(far(each[0]["fdora"], each[1]["peft"]) for pair in pairs for each in (pair, pair[::-1]))
+            said.append(f"{optimizer}, seed {seed}: PEFT from mask to mask {own:.2e}, fdora from PEFT {other:.2e}.")
+    return said
+
+
+def far(a: list[float], b: list[float]) -> float:
+    return mean(abs(u - v) for u, v in zip(a, b, strict=True))
 
 
 def worse(row: dict) -> bool:
@@ -202,6 +233,8 @@ OPTIONS = {
     "--seeds": [0, 1, 2],
     "--optimizers": Some(("adamw", "muon"), ["adamw", "muon"]),
     "--adapter": One(DTYPES, "fp32"),
+    "--dropout": 0.0,
+    "--masks": ([0], "seeds of dropout's masks"),
     "--tiny": False,
     "--ways": (Some(ALL, WAYS), f"some of {', '.join(ALL)}"),
 }
@@ -212,6 +245,7 @@ def measure(run: Run) -> None:
     source, reference, rest = corpora()
     base, losses = pretrained(source, options)
     sizes = {key: getattr(options, key) for key in ("adapter", "steps", "pretrain", "layers", "r", "batch", "seq")}
+    sizes |= {"dropout": options.dropout} if options.dropout else {}
     run.set(settings=sizes | (TINY if options.tiny else SIZES) | {"lr": LR})
     run.set(bytes={"source": len(source), "reference": len(reference), "held_out": len(rest)})
     run.set(pretraining_loss=[round(each, 4) for each in losses[:: max(1, len(losses) // 20)].tolist()])
@@ -220,15 +254,16 @@ def measure(run: Run) -> None:
         print(f"muon is skipped: torch {torch.__version__} has no torch.optim.Muon, torch 2.9 has")
         options.optimizers.remove("muon")
         run.result["skipped"] += [[seed, "muon"] for seed in options.seeds]
-    for seed, kind in run.cases(product(options.seeds, options.optimizers)):
-        run.add(case(base, seed, kind, (reference, rest), options))
+    for seed, kind, mask in run.cases(product(options.seeds, options.optimizers, options.masks)):
+        run.add(case(base, seed, kind, mask, (reference, rest), options))
 
 
 def judged(run: Run) -> None:
     rows = run.result["rows"]
     if far := [(row["seed"], row["optimizer"], row["held_out"]) for row in rows if worse(row)]:
         raise SystemExit(f"fdora ends farther from float32 than PEFT: {far}")
-    if other := [row["paths"] for row in rows if "paths" in row and set(row["paths"]) != {"fused"}]:
+    ran = {f"seed {row['seed']}, mask {row.get('mask', 0)}": row["paths"] for row in rows if "paths" in row}
+    if other := decoder.left(ran, run.options, ("fused", "composed") if run.options.dropout else ("fused",)):
         raise SystemExit(f"fdora did not run every layer: {other}")
 
 

@@ -82,12 +82,16 @@ def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def compiled_forward(way: str, mode: str | None = None) -> Callable:
-    """The forward of a way's layers, compiled: a function with a code object of its own.
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def compiled_forward(way: str, mode: str | None = None, forward: Callable = forward_of) -> Callable:
+    """The forward of a way's layers, compiled, or `call` of its model with all hooks: a function with a code object of its own.
 
     Dynamo keeps there what it compiled, so no way walks past the guards of others.
     """
-    own = types.FunctionType(forward_of.__code__.replace(co_name=f"forward_{way}"), forward_of.__globals__)
+    own = types.FunctionType(forward.__code__.replace(co_name=f"forward_{way}"), forward.__globals__)
     return torch.compile(own, mode=mode, dynamic=False)
 
 

@@ -24,14 +24,14 @@ RESULTS = Path(__file__).parent / "results"
 # What says which case a row is of. All else in a row was measured.
 _CASE = (
     "op form kind part bias cut cache M K N r G E T V d S seq tokens length sequences batch shape forward layers model config "
-    "which direction C L O space channels attention checkpointing dtype adapter dropout optimizer seed mode norm compiled "
+    "which direction C L O space channels attention checkpointing dtype adapter dropout optimizer seed mask mode norm compiled "
     "backend scales held tile loss_tokens adapters samples solver_s workers run experts top width world target way"
 )
 CASE = frozenset(_CASE.split())
 # Metrics that a row has for each of its ways.
 _OF_WAYS = (
     "ms wall wall_ms us ratio error errors peak_mb kept kept_mb failed held_out held_out_before seconds loss difference scale "
-    "kernels excess forward both"
+    "kernels excess forward both end"
 )
 OF_WAYS = frozenset(_OF_WAYS.split())
 

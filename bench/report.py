@@ -470,7 +470,7 @@ def convergence() -> list[str]:
                 f"(target {target:.1e}: {'met' if apart <= target else 'missed'}), {worst:.1e} at worst. From the float32 run "
                 f"fdora is {fdora:.1e} away, PEFT {peft:.1e}: the larger error is {'fdora' if fdora > peft else 'PEFT'}'s."
             )
-    return parts
+    return parts + told("train_")
 
 
 def groups() -> list[str]:
@@ -721,8 +721,13 @@ def advice() -> list[str]:
 
 def full() -> list[str]:
     """Gradients through the norm: what they cost, and whether they train better."""
+    return told("full")
+
+
+def told(prefix: str) -> list[str]:
+    """Runs of bench.full and bench.converge whose name begins so."""
     parts = []
-    for name in names("full"):
+    for name in names(prefix):
         found = result(name)
         rows, module = found["rows"], TABLE[name.split("/")[1]].command.split()[0]
         command = f"python -m {module} {found['about']['arguments']}".strip()

@@ -2,6 +2,7 @@
 
     python -m bench.steps --device cuda --json FILE
     python -m bench.steps --device cuda --cells 2048:512:16,8b:4096:64 --compiled default,reduce-overhead
+    python -m bench.steps --device cuda --cells 2048:400:16 --layers 4 --no-eager --compiled whole,whole-reduce-overhead
 
 Layers are transformers' Qwen3 in the shape of its 8B model and of width 2048 (1.7B), frozen, bf16, all seven linears adapted;
 one sequence of S tokens, loss on its last 1024. The ways share weights and have equal adapters, away from their start: the
@@ -41,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.attempt import Failures
 from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, compiled_forward, judge, left, timed_as
+from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack
 from bench.table import pivot, table
@@ -50,7 +51,7 @@ from bench.ways import S
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
 FDORA = ("use_fdora", "use_fdora_fused")
 MODES = ("inference", "step", "micro", "checkpointing")
-COMPILED = ("default", "reduce-overhead")
+COMPILED = ("default", "reduce-overhead", "whole", "whole-reduce-overhead")  # layer by layer; all layers as one graph
 MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
@@ -109,21 +110,25 @@ class Way:
         self.model, self.leaves = (adapt or adapted)(name, base, values, dropout)
         self.model.dropout = dropout
         self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
-        self.compiled = ""
+        self.compile("")
 
     def feed(self, x: Tensor, target: Tensor) -> None:
         self.x, self.target = x.detach().requires_grad_(), target
 
     def compile(self, mode: str) -> None:
-        """In one of the modes of torch.compile; "" undoes it."""
+        """As one of `COMPILED`; "" undoes it."""
         self.compiled = mode
-        self.model.run = compiled_forward(self.name, mode) if mode else nn.Module.__call__
+        self.model.run = self.run = nn.Module.__call__
+        if mode.startswith("whole"):
+            self.run = compiled_forward(self.name, mode.removeprefix("whole").lstrip("-") or "default", call)
+        elif mode:
+            self.model.run = compiled_forward(self.name, mode)
 
     def output(self) -> Tensor:
         if self.compiled:  # its graphs want to know that what they gave before is not read any more
             torch.compiler.cudagraph_mark_step_begin()
         with self.context():
-            return self.model(self.x)
+            return self.run(self.model, self.x)
 
     def loss(self) -> Tensor:
         last = self.output()[:, -self.target.shape[1] :]
@@ -152,7 +157,7 @@ class Way:
 
     def micro(self) -> None:
         total = self.gradient()
-        if self.compiled == "reduce-overhead":  # the next replay writes there
+        if self.compiled.endswith("reduce-overhead"):  # the next replay writes there
             total = [t.clone() for t in total]
         for _ in range(MICRO - 1):
             torch._foreach_add_(total, self.gradient())
@@ -252,10 +257,15 @@ class Gpu:
 # one cell
 
 
-def warm(step: Callable[[], object], compiled: str) -> None:
-    """Once; what is compiled `WARM` times: the first call compiles, the next ones record graphs, later ones replay them."""
-    for _ in range(WARM if compiled else 1):
+def warm(step: Callable[[], object], compiled: str, device: str) -> float:
+    """Once; what is compiled `WARM` times: the first call compiles, the next ones record graphs, later ones replay them.
+
+    Returns ms of the first.
+    """
+    first = once(step, device)
+    for _ in range(WARM - 1 if compiled else 0):
         step()
+    return first
 
 
 def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, options, failures: Failures) -> list[dict]:
@@ -263,7 +273,9 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     compiled, _, plain = mode.rpartition(":")
     label = f"{{}}, {cell.model}, S {cell.S}, r {cell.r}, {mode}"
     able = {name: getattr(way, plain) for name, way in ways.items()}
-    warmed = failures.attempt(able, lambda name: warm(ways[name].step if plain == "micro" else able[name], compiled), label)
+    warmed = failures.attempt(
+        able, lambda name: warm(ways[name].step if plain == "micro" else able[name], compiled, options.device), label
+    )
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
     able = {name: able[name] for name in warmed}
     if not able:
@@ -283,7 +295,7 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     rows = []
     for name in able:
         row = {**cell._asdict(), "dropout": options.dropout, "mode": plain, "compiled": compiled, "way": name}
-        row |= {"ms": round(ms[name] / share, 3), "turns": turns}
+        row |= {"ms": round(ms[name] / share, 3), "first_ms": round(warmed[name], 1), "turns": turns}
         if name in gpu_ms:
             row |= {"gpu_ms": round(gpu_ms[name], 3), "gpu_by": gpu_by}
         rows.append(row)
@@ -330,7 +342,7 @@ OPTIONS = {
     **stack(12, WAYS, seq=None),
     "--cells": dict(type=cells, default=cells(""), help="MODEL:S:r, comma separated; empty parts are any"),
     "--modes": Some(MODES),
-    "--compiled": (Some(COMPILED, []), "also compiled, per layer; not checkpointed"),
+    "--compiled": (Some(COMPILED, []), "also compiled, per layer, or the whole stack at once"),
     "--no-eager": False,
     "--no-graphs": (False, "GPU time by events"),
     "--cell-seconds": (6.0, "fewer turns where a cell would take longer"),
@@ -362,8 +374,8 @@ def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> Non
         torch._dynamo.reset()
         for way in ways.values():
             way.compile(compiled)
-        events = gpu and Gpu(graphs=compiled == "default" and not options.no_graphs)
-        for mode in [mode for mode in options.modes if mode != "checkpointing"]:
+        events = gpu and Gpu(graphs=not compiled.endswith("reduce-overhead") and not options.no_graphs)
+        for mode in [mode for mode in options.modes if mode != "checkpointing" or compiled.startswith("whole")]:
             with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
                 run.add(*measure(cell, ways, f"{compiled}:{mode}", events, options, run.failed))
         for way in ways.values():
