@@ -15,7 +15,7 @@ from bench.ways import NAMES, RIVALS, opponent
 
 MODES12 = ("inference", "gradient", "gradient_checkpointing")
 UNITS = {"ms": "", "peak_mb": ", peak memory"}
-MEASURED = ("ms", "peak_mb", "tokens_per_s", "gpu_ms", "gpu_by", "turns")
+MEASURED = ("ms", "peak_mb", "tokens_per_s", "gpu_ms", "gpu_by", "turns", "first_ms")
 PEFT = ("peft_lora", "peft_dora")
 QLORA = ("linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora")
 SIZES = "{M}, {K} x {N}, {r}"

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import decoder, issue_time, records, steps
+from bench import converge, decoder, issue_time, records, steps
 from bench.attempt import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -153,14 +153,20 @@ def test_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(
         steps.torch, "compile", lambda f, mode, dynamic: (modes.append((f.__code__.co_name, mode, dynamic)), f)[1]
     )
-    options = "--cells tiny:8:4 --no-eager --compiled default,reduce-overhead --ways peft_lora,use_fdora --runs 1"
-    result = run(steps, tmp_path, options)
+    options = "--cells tiny:8:4 --no-eager --ways peft_lora,use_fdora --runs 1 --compiled "
+    result = run(steps, tmp_path, options + ",".join(steps.COMPILED))
     kinds = dict.fromkeys((row["compiled"], row["mode"]) for row in result["rows"])
-    assert list(kinds) == [(c, m) for c in steps.COMPILED for m in ("inference", "step", "micro")]
-    assert modes == [(f"forward_{way}", mode, False) for mode in steps.COMPILED for way in ("peft_lora", "use_fdora")]
+    plain = ("inference", "step", "micro")
+    asked = dict.fromkeys(("default", "reduce-overhead"), plain)
+    asked |= dict.fromkeys(("whole", "whole-reduce-overhead"), (*plain, "checkpointing"))
+    assert list(kinds) == [(compiled, mode) for compiled, some in asked.items() for mode in some]
+    assert all(row["first_ms"] > 0 for row in result["rows"])
+    twice = ("default", "reduce-overhead") * 2
+    assert modes == [(f"forward_{way}", mode, False) for mode in twice for way in ("peft_lora", "use_fdora")]
 
 
-def test_a_layer_can_be_compiled(monkeypatch):
+@pytest.mark.parametrize(("mode", "many"), [("reduce-overhead", False), ("whole-reduce-overhead", True)])
+def test_a_layer_and_the_whole_stack_can_be_compiled(mode, many, monkeypatch):
     (way,) = small_ways("use_fdora").values()
     want, stock, graphs = way.gradient(), torch.compile, []
 
@@ -169,17 +175,17 @@ def test_a_layer_can_be_compiled(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(steps.torch, "compile", lambda f, mode, dynamic: stock(f, backend=counting, dynamic=dynamic))
-    way.compile("reduce-overhead")
+    way.compile(mode)
     for a, b in zip(way.gradient(), want, strict=True):
         assert decoder.apart(a, b)["relative"] < 0.05
-    assert graphs
+    assert graphs and (way.run is not torch.nn.Module.__call__) == many
     seen, count = [], len(graphs)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
     way.micro()
     assert len(seen) == steps.MICRO and len(graphs) == count
     way.compile("")
     way.step()
-    assert len(seen) == steps.MICRO and way.model.run is torch.nn.Module.__call__
+    assert len(seen) == steps.MICRO and way.model.run is way.run is torch.nn.Module.__call__
 
 
 def test_out_of_time(tmp_path, monkeypatch):
@@ -302,3 +308,12 @@ def test_bench_all_has_both():
         module, *given = everything.TABLE[name].command.split()
         assert module == f"bench.{name.partition('_compiled')[0]}"
         assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].main.parse(given)
+
+
+def test_curves_of_other_masks_are_compared_with_those_of_pefts():
+    rows = [
+        {"seed": 0, "optimizer": "adamw", "mask": mask, "loss": {"peft": [1.0, 2.0 + mask], "fdora": [1.0, 5.0 + mask]}}
+        for mask in (0, 1)
+    ]
+    assert converge.masked(rows) == ["adamw, seed 0: PEFT from mask to mask 5.00e-01, fdora from PEFT 1.50e+00."]
+    assert converge.masked(rows[:1]) == []

@@ -513,9 +513,11 @@ def test_training_steps_are_lost_and_won_too():
     lost = sum(share > 1 for share in shares)
     assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
     page = RESULTS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
-    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == 64 + 12 + 6 + 3 and page.count(
-        " | use_fdora | "
-    ) == 4 + len(shares)
+    runs = [records.result(name)["rows"] for name in records.names("steps")]
+    cases = [{(x["model"], x["S"], x["r"], x["mode"], x["compiled"]) for x in rows} for rows in runs]
+    assert page.count("\n| 2048, S ") + page.count("\n| 8b, S ") == sum(map(len, cases)) >= 96
+    unfused = sum(any(x["way"] == "use_fdora" for x in rows) for rows in runs)
+    assert page.count(" | use_fdora | ") == unfused + len(shares)
 
 
 def test_every_source_has_a_machine_and_a_torch():
