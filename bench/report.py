@@ -43,6 +43,7 @@ from bench.ways import NAMES, RIVALS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "bench/RESULTS.md"
+ANSWERS = ROOT / "bench/answers.txt"
 FIGURE_FOLDER = ROOT / "docs/benchmarks"
 PICTURE = ROOT / "docs/step.svg"
 MODELS_PICTURE = ROOT / "docs/models.svg"
@@ -737,6 +738,15 @@ def told(prefix: str) -> list[str]:
     return parts
 
 
+def answers() -> list[str]:
+    """bench/answers.txt as tables, one for each work."""
+    parts = ["What the works that fdora builds on show, and what there is here: done, better, in part, or why not."]
+    for block in ANSWERS.read_text().split("\n## ")[1:]:
+        work, *lines = block.strip().splitlines()
+        parts += [f"### {work}", table(["they show", "here", "where, or why not"], [each.split(" | ") for each in lines])]
+    return parts
+
+
 def the_host() -> list[str]:
     parts = [f"16 tokens, 512 x 512: H100: {host('h100')}; H200: {host('h200')}."]
     found = {name: result(name) for name in names("launches")}
@@ -794,6 +804,7 @@ SECTIONS = {
     ),
     "Many adapters end to end": (("jobs",), together),
     "The host": (("host",), the_host),
+    "What others show": (("",), answers),
     "Sources": (("",), lambda: [since(), sources()]),
 }
 

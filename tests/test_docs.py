@@ -253,6 +253,13 @@ def blocks(text):
         yield from block.splitlines() if block.startswith("|") else [block]
 
 
+def test_answers_name_runs_that_are_committed():
+    lines = [line for line in report.ANSWERS.read_text().splitlines() if line[0] != "#"]
+    assert all(line.count(" | ") == 2 and all(line.split(" | ")) for line in lines)
+    named = {name for line in lines for name in re.findall(r"\b(?:cpu|h100|h200)/[\w.-]*\w", line)}
+    assert len(named) > 20 and named <= set(records.names())
+
+
 def test_the_pages_are_fifteen_and_short():
     """Words as `wc -w` counts them, code and tables among them; README, CONTRIBUTING and bench/ are apart."""
     pages = {page: by_hand(PAGES[f"docs/{page}.md"]) for page in FIFTEEN}
