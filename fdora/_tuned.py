@@ -24,7 +24,6 @@ from fdora._check import FdoraError, fail
 ABOUT = "written by fdora tune: time taken over time modelled, of each way, by direction and number of tokens"
 FIRST = (65, 513, 2049)  # tokens: where a class begins; fewer have tiles of their own, which nothing tunes
 TILES = Path(__file__).parent / "triton" / "tiles"
-Factors = Mapping[str, Mapping[str, float]]  # by class, by way
 
 
 def class_of(forward: bool, tokens: int) -> str:
@@ -104,7 +103,8 @@ def entries() -> dict[str, Any]:
 
 
 @lru_cache(16)
-def factors_of(capability: int, num_sms: int) -> Factors:
+def factors_of(capability: int, num_sms: int) -> Mapping[str, Mapping[str, float]]:
+    """By class, by way."""
     entry = entries().get(key_of(capability, num_sms))
     return entry["factors"] if entry and entry["made_with"] == made_with() else {}
 

@@ -68,16 +68,17 @@ def tune(seconds: float, out: Path) -> int:
         us = search.timed(search.operands(shape, forward, "cuda"), forward, ways, timer)
         return Row(_tuned.class_of(forward, shape[0]), ways, us)
 
-    rows = within(seconds - (perf_counter() - begun), cases, one)
-    if not any(row.us for row in rows):
+    rows = [row for row in within(seconds - (perf_counter() - begun), cases, one) if row.us]
+    if not rows:
         raise fail("tune", "--minutes", "long enough to time a product", seconds / 60, "Give more; if it is, run fdora doctor.")
     taken = adopted(rows)
     at = torch.cuda.current_device()
     entry = {"name": torch.cuda.get_device_name(at), "made_with": _tuned.made_with(), "factors": taken}
     with writing("tune", "--out"):
         _tuned.save(out, _tuned.key_at(at), entry)
-    elsewhere = "" if out == _tuned.place() else f"; fdora reads it where FDORA_TILES={out} is set"
-    print(f"{out}: {len(taken)} changed, after {perf_counter() - begun:.0f} s{elsewhere}")
+    print(f"{out}: {len(taken)} changed, after {perf_counter() - begun:.0f} s")
+    if out != _tuned.place():
+        print(f"fdora reads it where FDORA_TILES={out} is set")
     return 0
 
 

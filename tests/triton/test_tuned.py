@@ -176,6 +176,10 @@ def test_a_write_that_fails_leaves_what_was_there(file, monkeypatch):
     assert [*json.loads(file.read_text())["gpus"]] == [_tuned.key_of(*HERE), "here"]
 
 
+def no_memory(*_):
+    raise torch.cuda.OutOfMemoryError
+
+
 def no_room(*_):
     raise OSError("no room")
 
@@ -331,6 +335,8 @@ def test_ways_are_planned_and_compared(forward, monkeypatch):
     assert set(us) == {way.name for way in ways} and all(1 <= n <= 50 for n in asked) and len(asked) == len(ways)
     lost = Way("fused", ways[0].tile._replace(BLOCK_K=24), 1.0)  # no power of two
     assert set(search.timed(sets, forward, [lost, ways[0]], timer)) == {ways[0].name}
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        search.timed(sets, forward, ways, no_memory)
     monkeypatch.setattr(search, "exact", lambda of, forward: torch.ones(80, 64 if forward else 48, device=device.NAME))
     with pytest.raises(ArithmeticError, match="is wrong by"):
         search.timed(sets, forward, ways[:1], timer)
