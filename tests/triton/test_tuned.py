@@ -45,10 +45,10 @@ def anew():
         choice.cache_clear()
 
 
-def plant(file, faster, by, gpu=HERE, made_with=None):
-    """The usual way of the shape takes ``by`` times as long, whatever else is said of it."""
-    factors = {way.name: by for way in ways_of(ask(gpu))} | {faster: 1.0}
-    entry = {"made_with": made_with or _tuned.made_with(), "factors": {"forward from 2049 tokens": factors}}
+def plant(file, faster, by, gpu=HERE, made_with=None, forward=True):
+    """All but one way of the shape take ``by`` times as long as the model says."""
+    factors = {way.name: by for way in ways_of(ask(gpu, forward=forward))} | {faster: 1.0}
+    entry = {"made_with": made_with or _tuned.made_with(), "factors": {_tuned.class_of(forward, 4096): factors}}
     _tuned.save(file, _tuned.key_of(*gpu), entry)
     anew()
 
@@ -196,16 +196,24 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert _tuned.place() == tmp_path / ".cache" / "fdora" / "tiles.json"
 
 
-def test_doctor_and_explain_name_it(file, monkeypatch):
+@pytest.mark.parametrize("forward", [True, False])
+def test_explain_names_it(file, forward):
+    """In the plan of this direction, whichever way it is."""
     W, A, B, m = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((4096, 4096), (64, 4096), (4096, 64), (4096,)))
-    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
     def said():
-        return str(explain(dora_linear, x, W, A, B, m, s=2.0, norm=m.float(), gpu="h200"))
+        return explain(dora_linear, x, W, A, B, m, s=2.0, norm=m.float(), gpu="h200").plans
 
-    assert str(file) not in said()
+    names = [way.name for way in ways_of(ask(forward=forward))]
+    assert str(file) not in str(said()) and {"after"} < {*names}
+    for name in {*names} - {usual(ask(forward=forward)).name}:
+        plant(file, name, 5.0, forward=forward)
+        assert [f", which {file} says is faster" in plan.path for plan in said()] == [forward, not forward]
+
+
+def test_doctor_names_it(file, monkeypatch):
     plant(file, second().name, 1.5)
-    assert said().count(f", which {file} says is faster") == 1
     facts = type("Facts", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     line = doctor.tiles(torch.device("cuda", 0))
@@ -286,6 +294,23 @@ def test_what_is_true_of_one_shape_alone_is_not_taken(file, gpu):
 
     gpu["us"] = us
     assert main(["tune"]) == 0 and not _tuned.load(file)[_tuned.key_of(*HERE)]["factors"]
+
+
+def row(us):
+    ways = [Way("first", None, 1.0), Way("after", None, 1.05)]
+    return tune.Row("a class", ways, {"first": 1.0, "after": us})
+
+
+def test_no_shape_is_judged_by_its_own_time():
+    """What the first makes of the others is a loss for them, and they make nothing of it."""
+    assert tune.gains_of([row(0.1), row(1.05), row(1.05)]) == pytest.approx([1 / 1.05] * 2)
+    assert tune.adopted([row(0.1)] + [row(1.05) for _ in range(4)]) == {}
+
+
+def test_few_shapes_prove_nothing(capsys):
+    assert tune.adopted([row(0.8) for _ in range(3)]) == {} and "3 shapes; the choice of 3 changes" in capsys.readouterr().out
+    assert tune.adopted([row(0.8) for _ in range(4)]) == {"a class": {"after": 0.7619, "first": 1.0}}
+    assert tune.adopted([row(us) for us in (0.94, 1.0, 0.94, 1.0)]) == {}  # a choice that changes, and is not faster
 
 
 def test_a_gpu_on_which_nothing_runs(file, gpu, capsys, monkeypatch):
