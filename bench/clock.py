@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 
 from bench.attempt import Failures
+from fdora._clock import Timer, anchor_graph, capture, launches_of, medians, replay_ms
+from fdora._clock import quick_timer as quick_timer
 
-REPLAY_MS = 2.0
-MOST_LAUNCHES = 50
 LOOP_MS = 20.0
-Timer = Callable[[], float]  # ms of one call
 
 
 def synchronize(device: str) -> None:
@@ -59,28 +57,6 @@ def wall_timer(fn: Callable[[], object], device: str, loop_ms: float = LOOP_MS) 
     return lambda: loop(calls)
 
 
-def anchor_graph() -> torch.cuda.CUDAGraph:
-    """Keeps a memory pool alive whatever becomes of the graphs in it: torch does not take up a pool that was let go."""
-    return capture(lambda: torch.zeros(1, device="cuda"), 1)
-
-
-def capture(fn: Callable[[], object], launches: int, anchor: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=anchor and anchor.pool()):
-        for _ in range(launches):
-            fn()
-    return graph
-
-
-def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def graph_timer(fn: Callable[[], object], anchor: torch.cuda.CUDAGraph | None = None) -> Timer:
     """GPU time only: no launch from the host."""
     for _ in range(2):
@@ -88,39 +64,13 @@ def graph_timer(fn: Callable[[], object], anchor: torch.cuda.CUDAGraph | None = 
     torch.cuda.synchronize()
     once = capture(fn, 1, anchor)
     replay_ms(once)
-    launches = max(1, min(MOST_LAUNCHES, math.ceil(REPLAY_MS / replay_ms(once))))
+    launches = launches_of(replay_ms(once))
     graph = capture(fn, launches, anchor)
-    return lambda: replay_ms(graph) / launches
-
-
-def launches_of(ms: float, at_least: int = 1) -> int:
-    """How many launches of this length make a replay long enough."""
-    return max(at_least, min(MOST_LAUNCHES, math.ceil(REPLAY_MS / ms)))
-
-
-def quick_timer(fn: Callable[[], object], launches: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Timer:
-    """As graph_timer, for searches: torch.cuda.graph collects garbage and empties the cache before every capture."""
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=anchor.pool())
-        try:
-            for _ in range(launches):
-                fn()
-        finally:
-            graph.capture_end()
     return lambda: replay_ms(graph) / launches
 
 
 def timer(fn: Callable[[], object], device: str, anchor: torch.cuda.CUDAGraph | None = None) -> Timer:
     return wall_timer(fn, device, 0) if device == "cpu" else graph_timer(fn, anchor)
-
-
-def medians(timers: Mapping[str, Timer], runs: int) -> dict[str, float]:
-    """Median ms of each, in turns; the first turn warms up."""
-    turns = [{name: one() for name, one in timers.items()} for _ in range(runs + 1)]
-    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in timers}
 
 
 def medians_of(

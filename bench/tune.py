@@ -33,22 +33,20 @@ from bench.attempt import Failures
 from bench.multi_ways import Bank, build
 from bench.norm_model import linears
 from bench.save import save as save_json
-from bench.shapes import CACHE, copied, draw
+from bench.shapes import copied, draw
 from bench.suite import Run, Suite, numbers, shapes
 from bench.truth import norm_of, rel_l2
 from bench.ways import Inputs, S
 from fdora.functional import dora_linear, dora_norm, dora_norm_tree
 from fdora.quant import quantize
-from fdora.triton.gemm import Epilogue
+from fdora.triton import search
 from fdora.triton.multi_bwd import GradConfig
 from fdora.triton.multi_gemm import HConfig
 from fdora.triton.multi_norm import StripConfig as BankStripConfig
 from fdora.triton.multi_rows import LookConfig
 from fdora.triton.multi_small import RoomConfig
-from fdora.triton.product import scaled_product, summed_product
 from fdora.triton.runtime import walk
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import device_of
+from fdora.triton.search import sets_of
 from fdora.triton.tiles import measured
 from fdora.triton.tiles.codes import CodesConfig
 from fdora.triton.tiles.configs import GemmConfig, NormConfig, ScaleConfig, SmallConfig, TreeConfig, power_of_two
@@ -107,15 +105,6 @@ class Op(NamedTuple):
     """The same by torch alone."""
 
 
-def randn(device: str, *shape: int, std: float = 1.0) -> Tensor:
-    return torch.randn(*shape, device=device).mul_(std).to(DTYPE)
-
-
-def sets_of(size: int, device: str) -> range:
-    """So many that none stays in the cache."""
-    return range(1 if device == "cpu" else max(2, min(16, CACHE // (2 * size))))
-
-
 # Layers
 
 
@@ -138,36 +127,11 @@ def linear(shape: Shape, device: str, both: bool = False, codes: bool = False, b
     return Call(lambda: [one(each) for each in layers], None if bare else dy @ scaled if both else x @ scaled.T)
 
 
-def product(shape: Shape, device: str, forward: bool, way: str = "") -> Call:
+def product(shape: Shape, device: str, forward: bool, bare: bool = False) -> Call:
     """x W^T and dz W with their low-rank terms, planned alone; ``bare`` without them."""
-    M, K, N, r = shape
-    M_, K_, N_ = (M, K, N) if forward else (M, N, K)  # x is (M_, K_), y (M_, N_)
-    sets = []
-    for _ in sets_of(M * K + K * N + M * N, device):
-        W, b = ((N_, K_), (N_, r)) if forward else ((K_, N_), (r, N_))
-        m = torch.rand(N_, device=device) + 1
-        sets.append((randn(device, M_, K_), randn(device, M_, r), randn(device, *W, std=K_**-0.5), randn(device, *b), m))
-    x, h, W, b, m = sets[0]
-    w, low = (W.T, b.T) if forward else (W, b)
-    want = None if way else (x.float() @ w.float() + h.float() @ low.float()) * (m if forward else 1)
-
-    def make() -> list[Callable[[], Any]]:
-        plan = Builder("product", device_of(x.device))
-        X, H, W_, B = (plan.matrix(walk.like(t)) for t in sets[0][:4])
-        scale = plan.vector(walk.like(m))
-        ones = torch.ones_like(m)
-        c = plan.vector(walk.like(ones))
-        y = plan.result("y", (M_, N_), x.dtype)
-        if way == "bare":
-            plan.product(y, X, W_.T if forward else W_)
-        elif forward:
-            scaled_product(plan, y, X, H, W_, B, Epilogue("scale", scale, c), None)
-        else:
-            summed_product(plan, y, X, H, W_, B, False)
-        done = plan.plan()
-        return [lambda each=each: walk.run(done, (*each, ones), (1.0,) * len(done.scalars))[0] for each in sets]
-
-    return Call(make, want)
+    sets = search.operands(shape, forward, device)
+    want = None if bare else search.exact(sets[0], forward)
+    return Call(lambda: search.calls(sets, search.planned(sets[0], forward, bare=bare)), want)
 
 
 def fused(*tiles: GemmConfig) -> Candidates:
@@ -326,7 +290,7 @@ for _name in ("few", "small", "codes"):  # which have a search for each directio
     OPS[f"{_name}_both"] = _op._replace(call=partial(_op.call, both=True), **_bare)
 for _name, _forward in (("product", True), ("product_back", False)):
     _space, _call = (partial(each, forward=_forward) for each in (ways_of_product, product))
-    OPS[_name] = facade("product.product_way", (), _space, _call, bare=partial(_call, way="bare"))
+    OPS[_name] = facade("product.product_way", (), _space, _call, bare=partial(_call, bare=True))
 OPS["product_every"] = OPS["product"]._replace(space=every_tile)
 
 
@@ -346,7 +310,7 @@ def answering(op: Op, value: Any) -> Iterator[None]:
         yield
 
 
-def search(op: Op, shape: Shape, device: str, runs: int) -> dict[str, Any]:
+def searched(op: Op, shape: Shape, device: str, runs: int) -> dict[str, Any]:
     """A row: ms of every candidate that runs and is right. One that is wrong is an error."""
     call, failed, held = op.call(shape, device), Failures(), []
     want, candidates = call.want, {"chosen": None} | op.space(shape)
@@ -405,7 +369,7 @@ def written(rows: Sequence[dict], columns: bool) -> dict[str, Any]:
 def measure(run: Run) -> None:
     options = run.options
     for shape in run.cases(options.shapes):
-        run.add({"op": options.op} | search(OPS[options.op], shape, options.device, options.runs))
+        run.add({"op": options.op} | searched(OPS[options.op], shape, options.device, options.runs))
     print(f"{options.op}, fastest over all shapes: {fastest(row['ms'] for row in run.result['rows'])}")
     if options.write:
         save_json(options.write, written(run.result["rows"], options.op == "small_both"))

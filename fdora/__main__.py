@@ -5,6 +5,7 @@
     fdora plan        memory, time and layout of a training, or what a file of jobs will do
     fdora schedule    microbatches of many adapters, from lengths alone
     fdora train       many adapters of one model, from a file of jobs
+    fdora tune        time the tiles on this GPU, and choose by that; never needed
     fdora convert     adapters combined, as LoRA, and in other formats
 
 Exit status: 0; 1 where the answer is no (doctor found a problem, no plan fits); 2 for a mistake in arguments or files.
@@ -24,6 +25,7 @@ COMMANDS = {
     "plan": "fdora.jobs.plan.__main__",
     "schedule": "fdora.jobs.schedule.__main__",
     "train": "fdora.jobs.causal.__main__",
+    "tune": "fdora.tune",
     "convert": "fdora.convert.__main__",
 }
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fdora import FdoraError, __version__
+from fdora import FdoraError, __version__, _tuned
 from fdora._command import mistakes, parser_of
 from fdora.functional import select_backend
 from fdora.selfcheck import check
@@ -35,7 +35,7 @@ FRAMEWORKS: dict[str, tuple[str | None, str | None]] = {
     "unsloth": ("2026.10.9", "2026.10.9"),
 }
 TORCH, TRITON = ("2.8", "2.13"), ("3.4", None)
-SETTINGS = ("FDORA_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CC")
+SETTINGS = ("FDORA_BACKEND", "FDORA_TILES", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CC")
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = (4, 96)  # few tokens and many take different kernels
 
@@ -94,7 +94,9 @@ def installed() -> list[Line]:
         Line("Triton", triton()),
         Line("C compiler", compiler() or "none: Triton needs one to launch a kernel (install gcc, or set CC)"),
     ]
-    lines += [Line(str(d), gpu(d)) for d in devices() if d.type != "cpu"] or [Line("GPU", "none that torch can use")]
+    gpus = [d for d in devices() if d.type != "cpu"]
+    lines += [Line(str(d), gpu(d)) for d in gpus] or [Line("GPU", "none that torch can use")]
+    lines += [tiles(d) for d in gpus if d.type == "cuda" and not torch.version.hip]
     return lines + [Line(name, f"{os.environ[name]!r} in the environment") for name in SETTINGS if name in os.environ]
 
 
@@ -176,6 +178,14 @@ def gpu(device: torch.device) -> str:
     facts = torch.cuda.get_device_properties(device)
     kind = facts.gcnArchName if torch.version.hip else f"compute capability {facts.major}.{facts.minor}"
     return f"{facts.name}, {kind}, {facts.total_memory / 2**30:.0f} GiB"
+
+
+def tiles(device: torch.device) -> Line:
+    """Whether `fdora tune` was run for this GPU."""
+    try:
+        return Line("tiles", _tuned.state(_tuned.key_at(device)))
+    except FdoraError as error:
+        return Line("tiles", str(error), "the file of fdora tune is broken")
 
 
 def compiler() -> str | None:

@@ -7,6 +7,8 @@ import torch
 
 from tests import device
 
+os.environ["FDORA_TILES"] = "0"  # whatever `fdora tune` wrote on this machine
+
 # `make test` leaves to `make test-all` what starts processes or a framework, trains or times, or builds machine code; and
 # of kernels in the interpreter all but the cases of tests/cases.py, their faults, and weights of codes.
 LONG = (

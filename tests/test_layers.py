@@ -17,7 +17,8 @@ PACKAGE = ROOT / "fdora"
 MAY = {
     "__main__": {"root", "_command"},
     "_command": {"_check"},
-    "doctor": {"root", "_command", "functional", "selfcheck", "integrations"},
+    "doctor": {"root", "_command", "_tuned", "functional", "selfcheck", "integrations"},
+    "tune": {"_check", "_command", "_tuned", "functional", "triton"},  # it times the kernels themselves
     "selfcheck": {"functional"},
     "explain_model": {"_check", "_command", "predict", "functional"},
     "predict": {"_check", "rates"},
@@ -40,7 +41,7 @@ MAY = {
     "functional": {"_check", "_dispatch", "_recording", "_records", "_torch", "autograd", "predict", "quant"},
     "autograd": {"eager", "triton", "_recording", "_records", "_torch", "quant"},
     "eager": {"_records", "_torch", "quant"},
-    "triton": {"_norm_cache", "_recording", "_records", "_torch", "_facts", "_plain", "quant", "rates"},
+    "triton": {"_norm_cache", "_recording", "_records", "_torch", "_facts", "_plain", "_tuned", "_clock", "quant", "rates"},
     "quant": {"_check", "_recording", "_torch"},  # a value that all of them carry; it knows no vendor's package
     "jobs": {"jobs.causal"},
     "jobs.schedule": {"_check", "_command"},  # lengths in, microbatches out: it knows no tensor
@@ -69,6 +70,8 @@ MAY = {
     },  # where adapters in a model meet schedule, planner and loop
     **{moved: set() for moved in ("schedule", "plan", "train")},  # say in one sentence where they went
     "_check": {"_facts", "_torch"},
+    "_clock": set(),
+    "_tuned": {"_check"},
     "_dispatch": {"_check"},
     "_facts": {"_torch"},
     "_norm_cache": {"_torch"},
@@ -101,6 +104,7 @@ FOREIGN = {
     "quant": {"torch", "optree"},
     "convert": {"torch", "safetensors"},
     "_command": {"tqdm"},
+    "_tuned": {"torch", "triton"},  # their versions
     "jobs.loop": {"torch", "optree", "safetensors"},
     "jobs.causal": {"torch", "peft", "transformers"},  # transformers: its command loads the model
     # of the extra of that name, each imported inside the one function that wants it; no torch

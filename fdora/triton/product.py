@@ -11,6 +11,7 @@ of x to the dtype of x before the rest is added in float32, "first" dh A.
 
 from __future__ import annotations
 
+from fdora._tuned import place
 from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
 from fdora.triton.kernels.product import rest_kernel
@@ -36,11 +37,11 @@ def scaled_product(
     way = way or way_of(plan, x, h, right, y, pre, epilogue.kind == "table")
     if way.kind == "fused":
         gemm(plan, y, x, h, right, epilogue, pre_scale=pre, config=way.tile)
-        return "one fused product; g inside"
+        return "one fused product; g inside" + decided(way)
     base = y if pre is None else pre
     plan.product(base, x, operand(plan, W).T)
     rest(plan, y, base, h, B.T, epilogue, pre)
-    return "x W^T by cuBLAS, then one pass for the rest"
+    return "x W^T by cuBLAS, then one pass for the rest" + decided(way)
 
 
 def summed_product(
@@ -53,14 +54,19 @@ def summed_product(
         way = Way("first", None, way.us)  # of some columns: kernels without descriptors write rows that have no gaps
     if way.kind == "fused":
         gemm(plan, dx, dz, dh, right, Epilogue("accumulate", residual=dx) if accumulate else NO_EPILOGUE, config=way.tile)
-        return "one fused product for dx"
+        return "one fused product for dx" + decided(way)
     if way.kind == "first":
         plan.product(dx, dh, operand(plan, A), accumulate=accumulate)
         plan.product(dx, dz, operand(plan, W), accumulate=True)
-        return "dh A and dz W by cuBLAS"
+        return "dh A and dz W by cuBLAS" + decided(way)
     plan.product(dx, dz, operand(plan, W), accumulate=accumulate)
     rest(plan, dx, dx, dh, A)
-    return "dz W by cuBLAS, then one pass for dh A"
+    return "dz W by cuBLAS, then one pass for dh A" + decided(way)
+
+
+def decided(way: Way) -> str:
+    """In words, where a file of `fdora tune` did."""
+    return f", which {place()} says is faster" if way.tuned else ""
 
 
 def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None, table: bool = False) -> Way:

@@ -3,13 +3,18 @@
 The tiles and their numbers on Hopper are in tiles/products.json. Data-centre Blackwell takes the same by its own rate and
 number of multiprocessors, without those that would spill there. Where there is no TMA, pointers bring the tiles, by numbers
 that are not measured but those of tiles as large.
+
+Where `fdora tune` measured this GPU, the model's times are multiplied by its factors. Another way than the model's must then
+take less than its time by NOISE, else nothing changes; and both must have been measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from fdora._tuned import class_of, factors_of
 from fdora.triton.tiles import measured
 from fdora.triton.tiles.configs import GemmConfig
 from fdora.triton.tiles.waves import CublasFit, Fit, PassFit, Tile, after_us, fused_us, gpu_of
@@ -32,6 +37,7 @@ SHORT = 512  # tokens of an adapter, in the mean: a tile of 256 rows then has th
 SHARED = 232_448  # bytes of a multiprocessor of sm_90 and sm_100
 # On sm_100 another tile beside the one that is summed up would spill above 64 x 128 with 4 warps, and with six stages.
 WITH_ANOTHER_TILE = (128, 128, 64, 8, False, True, 8, 4)
+NOISE = 1.03
 
 
 class Ask(NamedTuple):
@@ -57,20 +63,51 @@ class Way(NamedTuple):
     kind: str
     tile: GemmConfig | None  # of a fused product
     us: float  # by the model
+    tuned: bool = False  # what a file of `fdora tune` decided
+
+    @property
+    def name(self) -> str:
+        """That of its factor. One more tile takes a stage, which changes no name."""
+        if self.tile is None:
+            return self.kind
+        return " ".join(["TMA" if self.tile.tma else "pointers", *map(str, self.tile[1:-1])])
+
+
+def best(ways: Sequence[Way], factors: Mapping[str, float]) -> Way:
+    """The first of the least time by the model, or what factors say is faster."""
+    usual = min(ways, key=lambda way: way.us)
+    if usual.name not in factors:
+        return usual
+    known = [way._replace(us=way.us * factors[way.name], tuned=True) for way in ways if way.name in factors]
+    found = min(known, key=lambda way: way.us)
+    return found if found.us * NOISE <= usual.us * factors[usual.name] else usual
+
+
+def _best(of: Ask, ways: Sequence[Way]) -> Way:
+    return best(ways, factors_of(of.capability, of.num_sms).get(class_of(of.trans_b, of.M), {}))
+
+
+def ways_of(of: Ask) -> list[Way]:
+    """All that may be taken."""
+    gpu, cublas = gpu_of(of.capability, of.num_sms), CUBLAS[of.trans_b]
+    return _fused(of) + [Way(kind, None, after_us(*of[:4], cublas, fit, gpu)) for kind, fit in PASSES[of.trans_b].items()]
 
 
 @lru_cache(4096)
 def product_way(of: Ask) -> Way:
-    ways, gpu = [Way("fused", *_fused(of))], gpu_of(of.capability, of.num_sms)
-    for kind, fit in PASSES[of.trans_b].items():
-        ways.append(Way(kind, None, after_us(*of[:4], CUBLAS[of.trans_b], fit, gpu)))
-    return min(ways, key=lambda way: way.us)
+    return _best(of, ways_of(of))
 
 
 @lru_cache(4096)
 def fused_config(of: Ask) -> GemmConfig:
     """The fastest tile of one product with everything inside."""
-    return _fused(of)[0]
+    return _tile(of, _fused(of))
+
+
+def _tile(of: Ask, ways: list[Way]) -> GemmConfig:
+    tile = _best(of, ways).tile
+    assert tile is not None
+    return tile
 
 
 @lru_cache(4096)
@@ -78,7 +115,7 @@ def bank_config(of: Ask, adapters: int) -> GemmConfig:
     """The same beside a bank, where a whole tile of 128 x 128 by 4 warps spills. Of one call (h200/multi_forms.json, forward of
     32 adapters of rank 16, 4096 x 4096 and 14336): in halves 1.12 and 1.07, 256 x 128 by 8 warps 1.06 and 1.07, 128 x 256 1.03
     and 1.04."""
-    return _fused(of._replace(table=True), most=128 if SHORT * adapters > of.M else 256)[0]
+    return _tile(of, _fused(of._replace(table=True), most=128 if SHORT * adapters > of.M else 256))
 
 
 @lru_cache(4096)
@@ -86,10 +123,10 @@ def grouped_config(of: Ask, groups: int) -> GemmConfig:
     """The same where each group of rows has a W of its own. A group ends in the middle of a tile, so each costs half of one
     more; the rows that leave at its end go by pointers, another tile in shared memory. Not fitted: the numbers are those of
     one W."""
-    return _fused(of._replace(extra=True), groups)[0]
+    return _tile(of, _fused(of._replace(extra=True), groups))
 
 
-def _fused(of: Ask, groups: int = 0, most: int = 256) -> tuple[GemmConfig, float]:
+def _fused(of: Ask, groups: int = 0, most: int = 256) -> list[Way]:
     M, N, K, r, trans_b, extra, tma, capability, num_sms, table = of
     found = tiles(trans_b, extra, tma and 90 <= capability < 120, capability)
     if table:
@@ -98,11 +135,11 @@ def _fused(of: Ask, groups: int = 0, most: int = 256) -> tuple[GemmConfig, float
         inside = {config: fit for config, fit in found.items() if not config.tma or K % config.BLOCK_K == 0}
         found = inside or tiles(trans_b, extra, False, capability)
     adds = extra and not trans_b and not groups  # onto the dx of another layer
-    gpu, times = gpu_of(capability, num_sms), {}
+    gpu, ways = gpu_of(capability, num_sms), []
     for config, fit in found.items():
         rows, tile = M + groups * config.BLOCK_M // 2, Tile(*config[1:4], together(config))
-        times[config] = fused_us(rows, N, K, r, tile, fit, gpu, groups, not adds)
-    return min(times.items(), key=lambda item: item[1])
+        ways.append(Way("fused", config, fused_us(rows, N, K, r, tile, fit, gpu, groups, not adds)))
+    return ways
 
 
 @lru_cache(16)
