@@ -130,7 +130,7 @@ class Bank(NamedTuple):
     Or nothing is sorted: ids in the place of offsets and order.
     """
 
-    W: Any  # (N, K) tensor; dense and in the dtype of x wherever a backend sees it
+    W: Any  # (N, K) tensor; in the dtype of x wherever a backend sees it, or a QuantWeight of e4m3 to multiply as codes
     A: Tensor  # (G, r, K)
     B: Tensor  # (G, N, r)
     m: Tensor | None  # (G, N); None: plain LoRA, g = 1

@@ -70,35 +70,51 @@ def scaled_by(W: Any) -> tuple[int, int]:
     return W.form.block if W.form.scale == "block" else (1 if W.form.scale == "row" else ALL, 0)
 
 
-def tile_of_codes(plan: Builder, x: Array, la: Any, out: Any) -> GemmConfig | None:
+def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None) -> GemmConfig | None:
     """The tile of a forward by such a product; None where W is decoded."""
-    W, on, pre = la.W, plan.device, out.pre_scale
-    N, K = W.shape
+    (N, K), on = W.shape, plan.device
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
-    tma = K % 16 == 0 and by_tma(codes, Operand(codes, la.B, trans=True), out.y, pre) == (True, True)
-    ask = Ask(x.shape[0], N, K, la.A.shape[0], True, pre is not None, tma, on.capability, on.num_sms)
-    return fp8_config(ask, *scaled_by(W))
+    tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
+    return fp8_config(Ask(x.shape[0], N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
 
 
-def y_of_codes(plan: Builder, x: tuple[Array, Array], la: Any, h: Array, out: Any, config: GemmConfig) -> None:
-    """``x``: its codes and their scales."""
-    (x8, of_token), W, (rows, columns), B = x, la.W, scaled_by(la.W), in_dtype(plan, la.B, h.dtype)
-    codes, end = W.codes.words(W.shape, W.codes.stride, E4M3), Epilogue("scale", la.m, la.c, la.bias)
+class Low(NamedTuple):
+    """The term of low rank: (M, r) (N, r)."""
+
+    h: Array
+    B: Array
+
+
+def y_of_codes(
+    plan: Builder,
+    y: Array,
+    x: tuple[Array, Array],
+    W: Any,
+    config: GemmConfig,
+    low: Low | None = None,
+    end: Epilogue = NO_EPILOGUE,
+    pre: Array | None = None,
+) -> None:
+    """``x``: its codes and their scales. Without ``low`` x W^T alone."""
+    (x8, of_token), (rows, columns), (h, B) = x, scaled_by(W), low or (None, None)
+    codes = W.codes.words(W.shape, W.codes.stride, E4M3)
     scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
     if config.tma:
-        gemm(plan, out.y, x8, h, Operand(codes, B, trans=True), end, pre_scale=out.pre_scale, config=config, scales=scales)
+        right = Operand(codes, B, trans=True)
+        gemm(plan, y, x8, h, right, end, pre_scale=pre, config=config, scales=scales)
         return
-    given = {"x": x8, "w": codes, "h": h, "b": B, "out": out.y, "pre_scale": out.pre_scale}
-    given |= {**named("stride_br stride_bn", B.T.stride), "M": x8.shape[0], **named("N K", W.shape)}
-    given |= {"R": h.shape[1], "BLOCK_R": min(64, power_of_two(h.shape[1]))}
+    given = {"x": x8, "w": codes, "h": h, "b": B, "out": y, "pre_scale": pre, "EPILOGUE": end.kind}
+    given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x8.shape[0], **named("N K", W.shape)}
+    r = h.shape[1] if h else 0
+    given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r)))}
     plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
-def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
-    """The tile of such a product; None where W is decoded. ``of``: as of linear_bwd.py."""
-    la, (M, K), form, on = of.la, of.dx.shape, of.la.W.form, plan.device
-    N, (rows, columns) = la.W.shape[0], form.block if form.scale == "block" else (0, ALL)
-    config = fp8_config(Ask(M, K, N, la.A.shape[0], True, False, True, on.capability, on.num_sms), columns, rows)
+def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:
+    """The tile of such a product; None where W is decoded."""
+    (M, K), form, on = dx.shape, W.form, plan.device
+    N, (rows, columns) = W.shape[0], form.block if form.scale == "block" else (0, ALL)
+    config = fp8_config(Ask(M, K, N, r, True, False, True, on.capability, on.num_sms), columns, rows)
     return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
@@ -111,9 +127,9 @@ def turned(plan: Builder, codes: Array) -> Array:
     return out
 
 
-def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
-    dx, la, W, t = of.dx, of.la, of.la.W, dz.dtype
-    (N, K), form, scale, A = W.shape, W.form, W.rest[0], in_dtype(plan, of.la.A, dz.dtype)
+def for_dx(plan: Builder, dz: Array, W: Any) -> tuple[Array, Array, Scales]:
+    """dz as codes, those of W turned, and what their product is multiplied by."""
+    (N, K), form, scale = W.shape, W.form, W.rest[0]
     codes, blocks = W.transposed or turned(plan, W.codes), form.scale == "block"
     dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
     scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
@@ -121,6 +137,18 @@ def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig
         rows, columns = form.block
         each = scale.words((cdiv(N, rows), cdiv(K, columns)), (cdiv(K, columns), 1), FP32)
         scales = Scales(of_token, stacked(plan, [each.T], FP32, 4), cdiv(N, rows), columns, rows)
+    return dz8, codes, scales
+
+
+def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig) -> None:
+    """dz W alone."""
+    dz8, codes, scales = for_dx(plan, dz, W)
+    gemm(plan, dx, dz8, None, Operand(codes, None, trans=True), config=config, scales=scales)
+
+
+def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
+    dx, la, t, A = of.dx, of.la, dz.dtype, in_dtype(plan, of.la.A, dz.dtype)
+    dz8, codes, scales = for_dx(plan, dz, la.W)
     right = Operand(codes, stacked(plan, [A.T], t), trans=True)
     end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
     gemm(plan, dx, dz8, dh, right, end, config=config, scales=scales, alone=la.seed is not None)

@@ -8,15 +8,20 @@ adds such parts in their order. No atomics.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from fdora.triton.codes import Packed
+from fdora.triton.dequantize import weight_in
+from fdora.triton.fp8 import codes_config, dz_of_codes
 from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
 from fdora.triton.multi_gemm import (
     Right,
     Routes,
     Wanted,
+    behind,
     block_of,
     lay,
     low_rank_input,
@@ -85,7 +90,19 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         return
     R = bank.A.shape[1]
     dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
-    shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
+    base = None
+    if isinstance(bank.W, Packed):
+        codes, W = None if out.dx is None else codes_config(plan, bank.W, R, out.dx), bank.W
+        if codes is not None and dz is not None:
+            base = partial(dz_of_codes, plan, dz=dz, W=W, config=codes)
+            plan.path = plan.path.replace("one product for dx", "one product of codes for dx")
+        reads = (out.dx is not None and base is None) or ((out.dm or out.dc) is not None and not of.pre_scale)
+        bank = bank._replace(W=weight_in(plan, W, t) if reads else None)
+        of = of._replace(bank=bank)
+    if base is not None or bank.W is None:
+        shape = behind(R)
+    else:
+        shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
     bank = bank._replace(ranks=rank_table(plan, numbers))
     right = Right(bank.W, bank.A, False)
     seen = None if h is None else Seen(h, bank.offsets)
@@ -99,7 +116,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh)
         if out.dx is not None:
             plain = found._replace(g=None)
-            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None)
+            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None, base)
         if out.dA is not None:
             _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids), bank, True)
     if out.dB is not None and not fused:

@@ -13,6 +13,7 @@ at its first row, and reads the matrix of that segment. Rows behind the last seg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,12 +114,17 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
         matrix = None
     G, f32, tma = w.shape[0] if len(w.shape) == 3 else 0, x.dtype == torch.float32, False
     if not G and (f32 or apart or M <= APART):
-        return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
+        return behind(R)
     if matrix is not None:
         tma = all(map(is_tma_compatible, (x, out, matrix)))
     ask = Ask(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
     config = EXPERTS_F32 if f32 else grouped_config(ask, G) if G else bank_config(ask, adapters)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
+
+
+def behind(R: int) -> Shape:
+    """One pass behind a base product that is there."""
+    return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
 
 
 class Routes(NamedTuple):
@@ -219,8 +225,9 @@ def multi_gemm(
     shape: Shape,
     wanted: Wanted,
     masked: bool = False,
+    base: Callable[[Array], None] | None = None,
 ) -> None:
-    """``masked``: the mask of dropout is on the term of low rank."""
+    """``masked``: the mask of dropout is on the term of low rank. ``base`` writes x w where that is a product of codes."""
     (out, pre_scale, _), p = wanted, bank.p
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
@@ -231,8 +238,8 @@ def multi_gemm(
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
     by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape) if masked else out
-        plan.product(wide, x, w)
+        wide = plan.temp(out.shape) if masked and base is None else out
+        plan.product(wide, x, w) if base is None else base(wide)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}
         plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)

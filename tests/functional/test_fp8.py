@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from fdora import FdoraError
-from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
+from fdora.functional import (
+    DoraLayer,
+    DoraParams,
+    dora_linear,
+    dora_linear_group,
+    dora_linear_multi,
+    dora_mlp,
+    dora_norm,
+    dora_stack,
+)
 from fdora.quant import cut, quantize, with_transpose
 from tests import device
 from tests.close import rel_l2
@@ -140,6 +149,52 @@ def test_layers_on_one_x(kinds):
         assert rel_l2(got, want) < 6e-3
 
 
+def bank(kind, M, N, K, ranks, route, dtype=BF16, bias=True):
+    """Adapters of one W, tokens of each and of none; and the leaves."""
+    g, W = torch.Generator().manual_seed(5), layer(kind, N, K, dtype=dtype)[0]
+    own = [DoraParams(*layer(kind, N, K, r, dtype)[1:]) for r in ranks]
+    ends = torch.tensor([M // 3, M // 3, M - M // 4], dtype=torch.int32, device=device.NAME)
+    which = {"offsets": ends} if route == "offsets" else {"ids": torch.randint(-1, 3, (M,), generator=g).to(device.NAME)}
+    b = torch.randn(N, device=device.NAME, dtype=dtype).requires_grad_() if bias else None
+    x = x_of(M, K=K, dtype=dtype)
+    how = {"s": [S, 0.3, -S], "bias": b, "ranks": ranks, **which}
+    run = lambda **more: dora_linear_multi(x, W, *dora_stack(own), **how | more)  # noqa: E731
+    return run, [x, *(t for each in own for t in each), *([b] if bias else [])], (x, W, own, b, which)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_many_adapters(kind, route, p, monkeypatch):
+    """Each as by a call of its own, gradients too; tokens of none are rounded as all are. The same without a look at whose."""
+    for read in (True, False) if device.NAME == "cpu" else (True,):
+        if not read:
+            monkeypatch.setattr("fdora.eager.multi._readable", lambda bank: False)
+        run, leaves, (x, W, own, b, which) = bank(kind, 300, 272, 304, (4, 1, 20), route)
+        y = run(dropout_p=p, seed=[3, 4, 5], **HOW)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+        sorted_by = torch.arange(300, device=device.NAME)[:, None]
+        whose = which["ids"] if route == "ids" else (sorted_by >= which["offsets"]).sum(1)
+        want, parts = torch.zeros_like(y), []
+        for g, s in enumerate([S, 0.3, -S]):
+            at = (whose == g).nonzero().squeeze(1)
+            if len(at):
+                part = dora_linear(x[at], W, *own[g], s=s, bias=b, dropout_p=p, seed=3 + g, **HOW)
+                want, parts = want.index_copy(0, at, part), [*parts, g]
+        rest = ((whose < 0) | (whose > 2)).nonzero().squeeze(1)
+        base = rounded(x[rest].detach(), 128 if kind == "block" else 304) @ W.dequantize(torch.float64).T + b.double()
+        assert rel_l2(y[rest].detach(), base.detach()) < 5e-3
+        used = torch.cat([(whose == g).nonzero().squeeze(1) for g in parts])
+        assert rel_l2(y[used].detach(), want[used].detach()) < 3e-3 and rel_l2(y.detach(), run().detach()) > 5e-3
+        dy[rest] = 0
+        y = run(dropout_p=p, seed=[3, 4, 5], **HOW)
+        got, expected = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy, allow_unused=True)
+        for have, as_alone in zip(got, expected, strict=True):
+            assert (have == 0).all() if as_alone is None else rel_l2(have, as_alone) < 6e-3
+        with torch.no_grad():
+            assert torch.equal(run(dropout_p=p, seed=[3, 4, 5], **HOW), y)
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_codes_kept_transposed(kind):
     """The same numbers, and nothing is decoded from them; a cut has its part of them; other weights have none."""
@@ -249,3 +304,6 @@ def test_what_is_refused():
         dora_linear_group(x, layers, compute="fp8")
     with pytest.raises(FdoraError, match="dora_mlp: up: `grad_compute` must be None for a W"):
         dora_mlp(x, *layers, grad_compute="fp8")
+    dense, stack, ends = W.dequantize(), dora_stack([DoraParams(A, B, m)]), torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(FdoraError, match="dora_linear_multi: `grad_compute` must be None for a W"):
+        dora_linear_multi(x_of(3), dense, *stack, s=[S], offsets=ends.to(device.NAME), grad_compute="fp8")

@@ -6,20 +6,21 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
-from fdora.functional import dora_linear, dora_linear_group, dora_mlp, dora_norm, explain
+from fdora.functional import dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_norm, explain
 from fdora.quant import Codes8, with_transpose
-from fdora.triton import fp8
+from fdora.triton import fp8, multi
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, layer, members, rounded, x_of
+from tests.functional.test_fp8 import S, bank, layer, members, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
 from tests.triton.written import BF16, FP32, alike, launches, results_of
+from tests.triton.written import bank as many
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 
@@ -126,6 +127,25 @@ def test_the_same_group_and_mlp(M, p, kinds, by):
             assert got.dtype == want.dtype and rel_l2(got.detach(), want.detach()) < bound
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+@pytest.mark.parametrize(
+    "M, ranks, p", [(5, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.4), (300, (100, 3, 120), 0.0)]
+)
+def test_the_same_bank(kind, route, M, ranks, p, by):
+    """With few ranks in all, and with many behind the product; dropped, which the product does not see."""
+    run, leaves, _ = bank(kind, M, 272, 304, ranks, route, HALF, bias=p > 0)
+    codes, dy, results = {"compute": "fp8", "grad_compute": "fp8"}, torch.randn(M, 272, device=device.NAME, dtype=HALF), []
+    for backend, how in (("triton", codes), ("eager", want_of(codes, M, by))):
+        y = run(dropout_p=p, seed=[3, 4, 5], backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and (rel_l2(got, want) < 2e-3 if want.any() else not got.any())
+    with torch.no_grad():
+        assert torch.equal(run(dropout_p=p, seed=[3, 4, 5], backend="triton", **codes), results[0][0])
+
+
 def want_of(codes, M, by):
     """What eager is asked for to compute as kernels do, which decode W for few tokens, and for gradients without TMA."""
     return {} if M <= LIMIT else codes if by == "tma" else {"compute": "fp8"}
@@ -144,6 +164,22 @@ def test_x_is_rounded_once_for_the_layers_that_read_it():
     assert counts(dora_linear_group, layers) == [(1, 0), (3, 3)]
     layers[1] = layers[1]._replace(W=with_transpose(layers[1].W))
     assert counts(dora_mlp, *layers) == [(2, 0), (3, 2)]
+
+
+@pytest.mark.parametrize("ranks, inside", [((16,) * 4, True), ((64,) * 8, False)])
+def test_x_is_rounded_once_for_all_adapters(ranks, inside):
+    """With few ranks in all their terms are in the product; with many they come behind it."""
+    (W, *_), (G, r) = layer("row", 512, 512), (len(ranks), ranks[0])
+    x, A, B = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((2048, 512), (G, r, 512), (G, 512, r)))
+    ends = torch.empty(G, dtype=torch.int32, device="meta")
+    leaves = x.requires_grad_(), W.to("meta"), A, B, torch.empty(G, 512, device="meta")
+    codes = {"compute": "fp8", "grad_compute": "fp8", "norm": leaves[-1], "s": [S] * G, "offsets": ends}
+    forward, backward = explain(dora_linear_multi, *leaves, **codes, gpu="h200").plans
+    assert ("few ranks" in forward.path) == inside and "product of codes for dx" in backward.path
+    for plan in (forward, backward):
+        names = [row.what for row in plan.steps]
+        assert names.count("fp8_rows_kernel") == names.count("gemm_tma_kernel") == 1
+        assert ("multi_epilogue_kernel" in names) == (plan is backward or not inside)
 
 
 @needs_kernels
@@ -215,6 +251,13 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
         plans = [plan_forward(*of_forward, *written([W]), False, True), plan_backward(*of_backward, *written([W, W]), True)]
         assert (fp8.FORWARD in plans[0].path) == (not by_tma or N > 137)
         assert (fp8.BACKWARD in plans[1].path) == (by_tma and N > 137)
+        if r != 384:  # of many adapters: with all ranks inside, and alone
+            for G in (2, 64):
+                of_bank = [None, *many(M, N, K, r, G, BF16, BF16)[1:], *likes[1:3]]
+                plans.append(multi.plan_forward([likes[0], *of_bank], gpu(target), (), 0.0, True, *written([W])))
+            given = [alike(M, N, dtype=BF16), likes[0], alike(M, r, dtype=BF16), alike(M, N, dtype=BF16)]
+            wanted = (*(True,) * 5, False)
+            plans.append(multi.plan_backward([*given, *of_bank], gpu(target), False, (), 0.0, wanted, *written([W])))
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made = build(step, target)

@@ -91,7 +91,7 @@ def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
 def fp8_gemm_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
-    BN: tl.constexpr, BK: tl.constexpr,
+    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     """Where there is no TMA; with it the product is that of kernels/gemm.py."""
@@ -111,8 +111,9 @@ def fp8_gemm_kernel(
         at_w += BLOCK_K * stride_wk
     if not BK:
         acc *= _scale_at(x_scale, w_scale, t, n, 0, M, N, groups, BN, 1)
-    acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N)
+    if h is not None:
+        acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def gemm_tma_kernel(
                 acc = tl.where(keep, 0.0, acc)
             if ONE_SLAB:
                 acc = tl.dot(h.load([row, 0]), b.load([col, 0]).T, acc)
-            else:
+            elif h is not None:
                 acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
         elif seed is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
