@@ -143,6 +143,7 @@ class Bank(NamedTuple):
     seed: Tensor | None  # (G,) int64, None for no dropout; masks count tokens from the start of a segment. (2 G,) with ratios
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
     p: float = 0.0  # of dropout, which is that of mode "lora"
+    experts: bool = False  # beside a QuantWeight: it is (G N, K), a W for each
 
 
 class BankNeeds(NamedTuple):

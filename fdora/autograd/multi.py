@@ -118,7 +118,7 @@ def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype, fp8
     W, A, B, m, c, bias, seed = layer
     assert A is not None and B is not None
     if fp8:
-        return Bank(W, A, B, m, c, bias, *tokens, seed, call.ranks, call.p)
+        return Bank(W, A, B, m, c, bias, *tokens, seed, call.ranks, call.p, call.experts)
     if isinstance(W, QuantWeight):
         lazily = call.experts and call.backend == "eager"  # the products round W[e]: no copy of all W stands beside what f gave
         W = quant.decoded(W) if lazily else dense_in(W.spec, W.tensors, dtype, call.backend)

@@ -27,10 +27,10 @@ from fdora.triton.dropout import drop
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, Scales, by_tma, gemm
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel, turn_kernel
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
-from fdora.triton.tiles.fp8 import fp8_config
+from fdora.triton.tiles.fp8 import fp8_config, grouped_fp8
 from fdora.triton.tiles.product import Ask
 
 BLOCK, TOKENS, ALL, TURNED = 128, 16, 1 << 30, 128
@@ -50,8 +50,11 @@ class Other(NamedTuple):
 ONLY_X = Other()
 
 
-def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X) -> tuple[Array, Array]:
-    """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
+def quantised(
+    plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X, ends: Array | None = None
+) -> tuple[Array, Array]:
+    """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M). With
+    ``ends``, of the tokens of each expert, each has its own ``by``."""
     M, K = x.shape
     out, scale = plan.temp((M, K), E4M3), plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
     args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
@@ -61,7 +64,9 @@ def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, ot
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
         block_k = min(16384, max(128, power_of_two(K)))
-        plan.launch(fp8_rows_kernel, (M,), {**args, "by": by, "BLOCK_K": block_k}, other, num_warps=max(4, block_k // 1024))
+        G = None if ends is None else ends.shape[0]
+        args |= {"by": by, "offsets": ends, "G": G, "BLOCK_G": power_of_two(min(G or 1, 64)), "BLOCK_K": block_k}
+        plan.launch(fp8_rows_kernel, (M,), args, other, num_warps=max(4, block_k // 1024))
     return out, scale
 
 
@@ -118,6 +123,41 @@ def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:
     return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
+class Grouped(NamedTuple):
+    """A grouped product of codes: x (M, K), and w with adjacent columns, as a forward has them. Each expert's W begins so many
+    rows and columns behind that of the one before."""
+
+    x: Array
+    w: Array
+    down: int
+    along: int
+    scales: Scales
+
+
+def grouped_tile(plan: Builder, G: int, W: Any, r: int, out: Array, pre: Array | None, back: bool = False) -> GemmConfig | None:
+    """Of ``out`` (M, N) of a forward, or (M, K) of a backward; None where W is decoded."""
+    (rows, columns), (M, width), on = scaled_by(W), out.shape, plan.device
+    N, K = W.shape[0] // G, W.shape[1]
+    if back:  # what a step reads of the next W must not be summed up
+        inner, fits, (rows, columns) = N, N % BLOCK == 0, (columns, rows if columns else 0)
+    else:
+        inner, fits = K, is_tma_compatible(W.codes)
+    tma = fits and all(t is None or is_tma_compatible(t) for t in (out, pre))
+    return grouped_fp8(Ask(M, width, inner, r, True, True, tma, on.capability, on.num_sms), G, rows, columns)
+
+
+def grouped_forward(plan: Builder, x: Array, W: Any, G: int) -> Grouped:
+    rows, columns = scaled_by(W)
+    x8, of_token = quantised(plan, x, columns > 0)
+    scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
+    return Grouped(x8, W.codes.words(W.shape, W.codes.stride, E4M3), W.shape[0] // G, 0, scales)
+
+
+def grouped_backward(plan: Builder, dz: Array, W: Any, ends: Array) -> Grouped:
+    dz8, codes, scales = for_dx(plan, dz, W, ends)
+    return Grouped(dz8, codes, 0, dz.shape[1], scales)
+
+
 def turned(plan: Builder, codes: Array) -> Array:
     """(N, K) bytes -> (K, N) e4m3, for a W that keeps none."""
     N, K = codes.shape
@@ -127,11 +167,12 @@ def turned(plan: Builder, codes: Array) -> Array:
     return out
 
 
-def for_dx(plan: Builder, dz: Array, W: Any) -> tuple[Array, Array, Scales]:
-    """dz as codes, those of W turned, and what their product is multiplied by."""
+def for_dx(plan: Builder, dz: Array, W: Any, ends: Array | None = None) -> tuple[Array, Array, Scales]:
+    """dz as codes, those of W turned, and what their product is multiplied by. ``ends``: of experts."""
     (N, K), form, scale = W.shape, W.form, W.rest[0]
     codes, blocks = W.transposed or turned(plan, W.codes), form.scale == "block"
-    dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
+    by_row = form.scale == "row"
+    dz8, of_token = quantised(plan, dz, blocks, scale if by_row else None, ends=ends if by_row else None)
     scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
     if blocks:
         rows, columns = form.block

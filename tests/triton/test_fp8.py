@@ -6,7 +6,16 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
-from fdora.functional import dora_linear, dora_linear_group, dora_linear_multi, dora_mlp, dora_norm, explain
+from fdora.functional import (
+    dora_experts,
+    dora_experts_mlp,
+    dora_linear,
+    dora_linear_group,
+    dora_linear_multi,
+    dora_mlp,
+    dora_norm,
+    explain,
+)
 from fdora.quant import Codes8, with_transpose
 from fdora.triton import fp8, multi
 from fdora.triton.codes import Coded, written
@@ -15,7 +24,7 @@ from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, bank, layer, members, rounded, x_of
+from tests.functional.test_fp8 import S, bank, experts, layer, members, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
@@ -146,6 +155,37 @@ def test_the_same_bank(kind, route, M, ranks, p, by):
         assert torch.equal(run(dropout_p=p, seed=[3, 4, 5], backend="triton", **codes), results[0][0])
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("M, N, K, r", [(7, 256, 304, 20), (260, 256, 304, 20), (150, 384, 128, 70)])
+def test_the_same_experts(kind, M, N, K, r, by):
+    """However few tokens there are; without TMA W is decoded."""
+    of, _, ends, leaves = experts(kind, M, 3, N, K, r, HALF, bias=r == 20)
+    x, dy = x_of(M, K=K, dtype=HALF), torch.randn(M, N, device=device.NAME, dtype=HALF)
+    codes = {"compute": "fp8", "grad_compute": "fp8"}
+    results, ends = [], torch.tensor(ends, device=device.NAME)
+    for backend, how in (("triton", codes), ("eager", codes if by == "tma" else {})):
+        y = dora_experts(x, *of[:4], s=S, bias=of.bias, norm=of.norm, offsets=ends, backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *leaves], dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("M", [3, 130])
+def test_the_same_mlps_of_experts(M, by):
+    (up, _, _, first), (down, _, _, second) = (
+        experts("row", M, 3, 256, 128, dtype=HALF),
+        experts("row", M, 3, 128, 128, dtype=HALF),
+    )
+    x, dy = x_of(M, K=128, dtype=HALF), torch.randn(M, 128, device=device.NAME, dtype=HALF)
+    ids, codes, results = torch.arange(M, device=device.NAME) % 3, {"compute": "fp8", "grad_compute": "fp8"}, []
+    for backend, how in (("triton", codes), ("eager", codes if by == "tma" else {})):
+        y = dora_experts_mlp(x, up, down, ids=ids, backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *first, *second], dy)])
+    assert all(rel_l2(got, want) < 1e-2 for got, want in zip(*results, strict=True))
+
+
 def want_of(codes, M, by):
     """What eager is asked for to compute as kernels do, which decode W for few tokens, and for gradients without TMA."""
     return {} if M <= LIMIT else codes if by == "tma" else {"compute": "fp8"}
@@ -218,6 +258,26 @@ def test_strides_dropout_and_compiled_code():
         results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), t[1:])])
     for got, want in zip(*results, strict=True):
         assert rel_l2(got, want) < 1e-3
+
+
+@needs_kernels
+def test_banks_and_experts_in_compiled_code(by):
+    """As an op that a compiler sees by its fake."""
+    run, leaves, _ = bank("row", 130, 272, 304, (20, 3, 16), "offsets", HALF)
+    of, _, ends, of_experts = experts("row", 40, 3, 256, 304, dtype=HALF)
+    ends, codes = torch.tensor(ends, device=device.NAME), {"compute": "fp8", "grad_compute": "fp8", "backend": "triton"}
+    x = x_of(40, K=304, dtype=HALF)
+    for call, inputs in (
+        (lambda: run(**codes), leaves),
+        (lambda: dora_experts(x, *of[:4], s=S, bias=of.bias, norm=of.norm, offsets=ends, **codes), [x, *of_experts]),
+    ):
+        torch._dynamo.reset()
+        results = []
+        for each in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+            y = each()
+            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), inputs)])
+        for got, want in zip(*results, strict=True):
+            assert (got - want).norm() <= 1e-3 * want.norm()  # an adapter has no tokens
 
 
 SHAPES = [  # tokens, N, K, r, scales, their blocks

@@ -401,6 +401,22 @@ def calls_of_fp8_banks(M, N, K, ranks, dtype):
             yield multi.plan_backward, [*saved, *tensors], (seed, (), p, (*(True,) * 5, seed), *facts)
 
 
+def calls_of_fp8_experts(M, N, K, r, dtype):
+    """Grouped products of codes of 4 experts."""
+    from fdora.quant import Codes8
+    from fdora.triton import multi
+    from fdora.triton.codes import Coded, written
+
+    x, dy, codes = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(4 * N, K, dtype=torch.float8_e4m3fn)
+    for bias, (mode, scales) in enumerate((("row", 4 * N), ("block", -(-4 * N // 128) * -(-K // 128)), ("tensor", 1))):
+        block = (128, 128) if mode == "block" else (0, 0)
+        facts = [*map(tuple, written([Coded((4 * N, K), Codes8("e4m3", mode, block, 1.0))])), True]
+        tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], codes, alike(scales, dtype=FP32)]
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, True, *facts)
+        saved = [dy, x, alike(M, r, dtype=dtype), dy]
+        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, (*(True,) * 5, bias == 1), *facts)
+
+
 def wants_float8(maker, options):
     """Triton has none below sm_89."""
     from fdora.triton import linear, multi
@@ -544,6 +560,8 @@ def every_call():
     yield from calls_of_fp8(130, 137, 75, 5, FP16)
     yield from calls_of_fp8_banks(4096, 1024, 2048, (16, 384), BF16)
     yield from calls_of_fp8_banks(130, 137, 75, (5,), FP16)
+    yield from calls_of_fp8_experts(4096, 1024, 2048, 16, BF16)
+    yield from calls_of_fp8_experts(130, 137, 75, 5, FP16)
 
 
 def calls_of_many_rows(M):
@@ -566,6 +584,7 @@ def calls_of_many_rows(M):
     yield from calls_of_coded_layers(M, 64, 64, 8, BF16)
     yield from calls_of_fp8(M, 64, 64, 8, BF16)
     yield from calls_of_fp8_banks(M, 64, 64, (8, 100), BF16)
+    yield from calls_of_fp8_experts(M, 128, 64, 8, BF16)
     yield from calls_of_codes(M, 64, 8, BF16)
     for form in forms_of_codes():
         coded = Coded((M, 64), form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.multi import adapter_of
 from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
 from fdora.triton.runtime.cost import ANY_LENGTH, launched
@@ -46,13 +47,16 @@ def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
 
 @triton.jit(**ANY_LENGTH)
 def fp8_rows_kernel(
-    x, other, by, out, scale, factor, M, K, stride_xm, stride_other,
-    OTHER: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
+    x, other, by, offsets, out, scale, factor, M, K, G, stride_xm, stride_other,
+    OTHER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PTX: tl.constexpr,
 ):
-    """A token for each program, which holds BLOCK_K of its columns; the others it reads twice."""
+    """A token for each program, which holds BLOCK_K of its columns; the others it reads twice. With ``offsets`` each expert has
+    its own ``by``."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     x += t * stride_xm
+    if offsets is not None:
+        by += tl.minimum(adapter_of(t, None, offsets, M, G, BLOCK_G), G - 1).to(tl.int64) * K
     if other is not None:
         other += t * stride_other
     first = _columns(x, other, by, factor, k, K, OTHER)
