@@ -130,7 +130,7 @@ class Bank(NamedTuple):
     Or nothing is sorted: ids in the place of offsets and order.
     """
 
-    W: Any  # (N, K) tensor; dense and in the dtype of x wherever a backend sees it
+    W: Any  # (N, K) tensor; in the dtype of x wherever a backend sees it, or a QuantWeight of e4m3 to multiply as codes
     A: Tensor  # (G, r, K)
     B: Tensor  # (G, N, r)
     m: Tensor | None  # (G, N); None: plain LoRA, g = 1
@@ -143,6 +143,7 @@ class Bank(NamedTuple):
     seed: Tensor | None  # (G,) int64, None for no dropout; masks count tokens from the start of a segment. (2 G,) with ratios
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
     p: float = 0.0  # of dropout, which is that of mode "lora"
+    experts: bool = False  # beside a QuantWeight: it is (G N, K), a W for each
 
 
 class BankNeeds(NamedTuple):

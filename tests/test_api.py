@@ -28,8 +28,10 @@ SIGNATURES = {
     "dora_conv3d": CONV,
     "dora_delta": "(base, lora, g, *, s, backend='auto')",
     "dora_embedding": "(ids, W, A, B, m, *, s, norm=None, norm_axis=0, padding_idx=None, max_norm=None, sparse=False, backend='auto')",
-    "dora_experts": "(x, W, A, B, m, *, s, offsets=None, ids=None, gates=None, bias=None, norm=None, backend='auto')",
-    "dora_experts_mlp": "(x, gate_up, down, *, act='silu', offsets=None, ids=None, gates=None, backend='auto')",
+    "dora_experts": "(x, W, A, B, m, *, s, offsets=None, ids=None, gates=None, bias=None, norm=None, compute=None, "
+    "grad_compute=None, backend='auto')",
+    "dora_experts_mlp": "(x, gate_up, down, *, act='silu', offsets=None, ids=None, gates=None, compute=None, "
+    "grad_compute=None, backend='auto')",
     "dora_init": "(W, r, *, dtype=None, generator=None)",
     "dora_init_tree": "(weights, r, *, dtype=None, generator=None)",
     "dora_linear": "(x, W, A, B, m, *, s, bias=None, gamma=None, residual=None, norm=None, dropout_p=0.0, "
@@ -37,7 +39,7 @@ SIGNATURES = {
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
     "detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "
-    "ranks=None, backend='auto')",
+    "ranks=None, compute=None, grad_compute=None, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, gamma=None, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",

@@ -99,6 +99,10 @@ class Call(NamedTuple):
     backend: str
     specs: Specs = None
     """Of quantised weights; :func:`experts_mlp` fills it in."""
+    fp8: bool = False
+    """Forward multiplies 8-bit numbers, and both W are QuantWeights of e4m3."""
+    fp8_grad: bool = False
+    """The same of backward, for both dx."""
 
     def bank(self, i: int) -> BankCall:
         return BankCall(None, 0.0, self.saves[i], self.backend, None, "dora_experts_mlp", True)
@@ -116,9 +120,9 @@ class Mlp(torch.autograd.Function):
         ops = OPS[call.backend]
         with autocast_off(x):
             rows = _rows(ops, x, order, place)
-            z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype), call.saves[0])
+            z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype, call.fp8), call.saves[0])
             a = ops.gated_fwd(z, call.act)
-            y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype), call.saves[1])
+            y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype, call.fp8), call.saves[1])
         return y, z, h1, h2, *(kept1[:1] if kept1 else ()), *(kept2[:1] if kept2 else ())
 
     @staticmethod
@@ -153,14 +157,14 @@ def _backward(dy: Tensor, call: Call, before: tuple[bool, bool], needs: Any, x: 
     """dx, then dA, dB, dm, dc and dbias of each layer."""
     z, h1, h2, kept1, kept2, s1, s2, offsets, order, place, *flat = saved
     ops = OPS[call.backend]
-    down = _bank(call, 1, s2, offsets, flat, x.dtype)
+    down = _bank(call, 1, s2, offsets, flat, x.dtype, call.fp8_grad)
     a = ops.gated_fwd(z, call.act)
     da, *second = ops.multi_bwd(dy, a, down, h2, _kept(kept2, kept2, before[1]), needs[1])
     dx: Tensor | None = None
     first: Any = (None,) * 5
     if da is not None:
         dz = ops.gated_bwd(da, z, call.act)
-        bank = _bank(call, 0, s1, offsets, flat, x.dtype)
+        bank = _bank(call, 0, s1, offsets, flat, x.dtype, call.fp8_grad)
         seen = z if call.saves[0] else None
         dx, *first = ops.multi_bwd(dz, _rows(ops, x, order, place), bank, h1, _kept(kept1, seen, before[0]), needs[0])
         if dx is not None and place is not None:
@@ -184,8 +188,8 @@ def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -
     return call.saves[i] and (bias is not None or dtype == torch.float32)
 
 
-def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype) -> Any:
-    return bank_of(call.bank(i), Tokens(s, offsets), layers_of(flat, call.specs)[i], dtype)
+def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype, fp8: bool) -> Any:
+    return bank_of(call.bank(i), Tokens(s, offsets), layers_of(flat, call.specs)[i], dtype, fp8)
 
 
 def experts_mlp(
@@ -194,7 +198,7 @@ def experts_mlp(
     """x (T, K), or rows that are sorted where there is no route -> sorted rows of y."""
     order, place = (None, None) if route is None else (route.order, route.place)
     specs = specs_of(layers)
-    call = Call(call.act, call.saves, call.backend, specs)
+    call = Call(call.act, call.saves, call.backend, specs, call.fp8, call.fp8_grad)
     return apply(Mlp, x, call, *s, offsets, order, place, *flat_of(layers, specs))[0]
 
 

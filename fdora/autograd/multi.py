@@ -42,16 +42,22 @@ class Call(NamedTuple):
     fn: str = "dora_linear_multi"
     experts: bool = False
     """Each adapter has a W of its own; a quantised one is (G N, K)."""
+    fp8: bool = False
+    """Forward multiplies 8-bit numbers, and W is a QuantWeight of e4m3."""
+    fp8_grad: bool = False
+    """The same of backward, for dx."""
 
 
 def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     """x (..., K) -> y (..., N). Each tensor of ``bank`` but W and bias has one more axis, of adapters; of experts these too."""
     flat = as_matrix(x)
     if no_graph() and not autocast_on(x):
-        y: Tensor = OPS[call.backend].multi_fwd(flat, bank_of(call, tokens, bank, x.dtype), False)[0]
+        y: Tensor = OPS[call.backend].multi_fwd(flat, bank_of(call, tokens, bank, x.dtype, call.fp8), False)[0]
     else:
         specs = specs_of([bank])
-        call = call if specs is None else Call(call.ranks, call.p, call.save_for_dm, call.backend, specs, call.fn, call.experts)
+        if specs is not None:
+            ranks, p, saves, backend, _, fn, experts, fp8, fp8_grad = call
+            call = Call(ranks, p, saves, backend, specs, fn, experts, fp8, fp8_grad)
         y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -106,10 +112,13 @@ def experts_norm(
         return quant.stack_norms(W, A, B, s, backend, wanted)
 
 
-def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype) -> Bank:
-    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all."""
+def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype, fp8: bool = False) -> Bank:
+    """W is dense and in the dtype of the products: codes are decoded here, and autocast's copy is made once for all. ``fp8``:
+    they are multiplied as they are."""
     W, A, B, m, c, bias, seed = layer
     assert A is not None and B is not None
+    if fp8:
+        return Bank(W, A, B, m, c, bias, *tokens, seed, call.ranks, call.p, call.experts)
     if isinstance(W, QuantWeight):
         lazily = call.experts and call.backend == "eager"  # the products round W[e]: no copy of all W stands beside what f gave
         W = quant.decoded(W) if lazily else dense_in(W.spec, W.tensors, dtype, call.backend)
@@ -127,7 +136,7 @@ class Multi(torch.autograd.Function):
     def forward(x: Tensor, call: Call, s: Tensor, offsets: Any, order: Any, ids: Any, *flat: Tensor | None) -> Any:
         tokens = Tokens(s, offsets, order, ids)
         with autocast_off(x):
-            bank = bank_of(call, tokens, layers_of(flat, call.specs)[0], x.dtype)
+            bank = bank_of(call, tokens, layers_of(flat, call.specs)[0], x.dtype, call.fp8)
             y, h, kept = OPS[call.backend].multi_fwd(x, bank, call.save_for_dm)
         return y, h, *kept
 
@@ -162,4 +171,5 @@ def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *
         offsets, order, _ = route(tokens.ids, layer.A.shape[0], call.backend)
         tokens, h = Tokens(tokens.s, offsets, order), h[order]
         kept = [kept[0][order], kept[1]] if count == 2 else kept
-    return OPS[call.backend].multi_bwd(dy, x, bank_of(call, tokens, layer, x.dtype), h, tuple(kept), needs)
+    bank = bank_of(call, tokens, layer, x.dtype, call.fp8_grad)
+    return OPS[call.backend].multi_bwd(dy, x, bank, h, tuple(kept), needs)

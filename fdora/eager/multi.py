@@ -26,9 +26,11 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
 from fdora.eager import multi_masked as masked
 from fdora.eager._matmul import acc_dtype, cast, is_plain
+from fdora.eager.fp8 import base_of, through_base
 from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd
 from fdora.eager.multi_masked import route as route
 from fdora.eager.norm import blocks, default_bytes, tile_of
+from fdora.quant import QuantWeight
 
 BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -100,7 +102,7 @@ class Segment(NamedTuple):
 
 def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
     """Where there are tokens. At least one, which may be empty."""
-    last, own = 0, bank.W.dim() == 3
+    last, own = 0, bank.W.ndim == 3
     adapters = masked.cut(bank.A, bank.B, bank.ranks)
     for g, (end, s, (A, B)) in enumerate(zip(bank.offsets.tolist(), bank.s.tolist(), adapters, strict=True)):
         if last < end:
@@ -126,15 +128,19 @@ def _ratio(bank: Bank, g: int) -> float:
 
 def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     ys, hs, kept = [], [], []
-    pre_scale = [False] * bank.A.shape[0]
+    pre_scale, fp8 = [False] * bank.A.shape[0], isinstance(bank.W, QuantWeight)
     for each in segments(bank, x.shape[0]):
         xs, v = each.of(x, bank.order), None
+        base = base_of(xs, bank.W) if fp8 else None
         if each.la is None:
             h = x.new_zeros((xs.shape[0], bank.A.shape[1]))
-            y = frozen_fwd(xs, bank.W, bank.bias) if bank.W.dim() == 2 else x.new_zeros((xs.shape[0], bank.W.shape[1]))
+            if base is not None:
+                y = cast(base if bank.bias is None else base + bank.bias.to(base.dtype), x.dtype)
+            else:
+                y = frozen_fwd(xs, bank.W, bank.bias) if bank.W.ndim == 2 else x.new_zeros((xs.shape[0], bank.W.shape[1]))
         else:
-            save = Options(each.s, "output" if save_for_dm else "nothing")
-            y, h, v = linear_fwd(xs, each.la, save, Dropout(_ratio(bank, each.g), "lora"), None)
+            save = Options(each.s, ("pre_scale" if fp8 else "output") if save_for_dm else "nothing")  # as layers_fwd
+            y, h, v = linear_fwd(xs, each.la, save, Dropout(_ratio(bank, each.g), "lora"), None, None, base)
             h = F.pad(h, (0, bank.A.shape[1] - h.shape[1]))
             pre_scale[each.g] = v is not None
         ys.append(y)
@@ -151,21 +157,22 @@ def _backward(
     """dx, dA, dB, dm, dc, and of experts dbias."""
     dxs: list[Any] = []
     found: list[tuple[Any, ...]] = [(None,) * 5] * bank.A.shape[0]
-    experts = bank.W.dim() == 3
+    experts, fp8 = bank.W.ndim == 3, isinstance(bank.W, QuantWeight)
     pre_scale = kept[1].tolist() if len(kept) == 2 else [False] * bank.A.shape[0]
     need = Needs(*needs[1:5], bias=experts and needs.bias)
     for each in segments(bank, x.shape[0]):
         if each.la is None:
             rest = each.of(dy, bank.order)
             nothing = rest.new_zeros((rest.shape[0], x.shape[1])) if experts else None
-            dxs.append(nothing if experts else frozen_bwd(rest, bank.W, needs.x, False, None)[0])
+            through = cast(through_base(rest, bank.W), x.dtype) if fp8 and needs.x else nothing
+            dxs.append(through if experts or fp8 else frozen_bwd(rest, bank.W, needs.x, False, None)[0])
             continue
         dys, xs = each.of(dy, bank.order), each.of(x, bank.order)
         own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
         v = None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else each.sorted(kept[0])
         pre = pre_scale[each.g]
         drop = Dropout(_ratio(bank, each.g), "lora")
-        dx, grads = linear_bwd(dys, xs, each.la, each.s, drop, own_h, v, pre, needs.x, need, None)
+        dx, grads = linear_bwd(dys, xs, each.la, each.s, drop, own_h, v, pre, needs.x, need, None, fp8)
         dxs.append(dx)
         found[each.g] = grads[:5]
     likes = (bank.A, bank.B, bank.m, bank.c, *([bank.bias] if experts else ()))

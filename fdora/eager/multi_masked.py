@@ -6,6 +6,8 @@ low-rank ones G times.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,8 +15,10 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds
 from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
 from fdora.eager.dropout import drop
+from fdora.eager.fp8 import base_of, through_base
 from fdora.eager.linear import magnitude_grads, scaled
 from fdora.eager.norm import scale
+from fdora.quant import QuantWeight
 
 
 def sort(t: Tensor, order: Tensor | None) -> Tensor:
@@ -53,16 +57,16 @@ def forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, t
     for g, (A, _) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         h_g = xd @ A.to(t).T
         h = torch.where((who == g)[:, None], F.pad(h_g, (0, r - h_g.shape[1])), h)
-    v = _before_g(x, h, bank, who)
+    v = _before_g(x, h, bank, who, bank.W)
     g_t = _g(bank, who)
     out = v if g_t is None else v * g_t
     y = cast(out if bank.bias is None else out + bank.bias.to(acc), t)
     return y, h, (cast(v, t), torch.ones_like(bank.offsets, dtype=torch.bool)) if save_for_dm else ()
 
 
-def _before_g(x: Tensor, h: Tensor, bank: Bank, who: Tensor) -> Tensor:
+def _before_g(x: Tensor, h: Tensor, bank: Bank, who: Tensor, W: Any) -> Tensor:
     """x W^T + s h B^T of each token, in acc_dtype."""
-    v = matmul(x, bank.W.to(x.dtype).T)
+    v = base_of(x, W) if isinstance(W, QuantWeight) else matmul(x, W.to(x.dtype).T)
     for g, (_, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         v = torch.where((who == g)[:, None], v + matmul(h[:, : B.shape[1]], scaled(B, bank.s[g], x.dtype).T), v)
     return v
@@ -80,7 +84,9 @@ def backward(
     dz = dy if g_t is None else times_g(wide, g_t, t)
     low, dAs, dBs, dgs = torch.zeros_like(x, dtype=acc), [], [], []
     # y alone is kept by a forward that could look at its values: from it not every column is read back, so form it again.
-    products = wide * (_before_g(x, h, bank, who) if len(kept) == 1 else kept[0].to(acc)) if kept else None
+    W, fp8 = bank.W, isinstance(bank.W, QuantWeight)
+    dense = W.dequantize(t) if fp8 and len(kept) == 1 else W
+    products = wide * (_before_g(x, h, bank, who, dense) if len(kept) == 1 else kept[0].to(acc)) if kept else None
     for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         own, b = (who == g)[:, None], scaled(B, bank.s[g], t)
         dh = torch.where(own, dz @ b, 0)
@@ -94,7 +100,7 @@ def backward(
             dBs.append(F.pad(cast(dB, bank.B.dtype), (0, r - dB.shape[1])))
         if products is not None:
             dgs.append(torch.where(own, products, 0).sum(0))
-    dx = cast(matmul(dz, bank.W.to(t)) + _drop(low, bank, who), t) if needs.x else None
+    dx = cast((through_base(dz, W) if fp8 else matmul(dz, W.to(t))) + _drop(low, bank, who), t) if needs.x else None
     dm = dc = None
     if dgs:
         assert bank.m is not None and bank.c is not None

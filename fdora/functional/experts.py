@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fdora._check import (
     FLOATS,
     check_device,
     check_dtype,
+    check_left_out,
     check_shapes,
     check_tensor,
     fail,
@@ -27,8 +28,8 @@ from fdora.autograd.quant import is_whole
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels, check_one, check_stacks, scaling_of
 from fdora.functional.layer import DoraLayer, parts, tensors_of
-from fdora.functional.linear import cast_x, dora_linear, in_sums, save_for_dm
-from fdora.quant import QuantWeight
+from fdora.functional.linear import cast_x, check_computes, dora_linear, in_sums, on_gpu, save_for_dm
+from fdora.quant import QuantWeight, cut
 from fdora.quant.part import experts_of
 
 
@@ -45,6 +46,8 @@ def dora_experts(
     gates: Tensor | None = None,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
+    compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A DoRA layer for each expert: ``y[t] = g[e] * (x[t] @ W[e].T + s * (x[t] @ A[e].T) @ B[e].T) + bias[e]``, e: its expert.
@@ -75,6 +78,9 @@ def dora_experts(
       bias: (E, N), added after g.
       norm: (E, N) float32 (or float64), :func:`dora_norm` of the stack; None computes it (in plain torch that of the experts
         that have tokens).
+      compute: None, or "fp8" as of :func:`dora_linear`, of any number of tokens: W is a QuantWeight of e4m3 codes, and on sm_90
+        and sm_100 is multiplied as it is.
+      grad_compute: the same of backward, for dx.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -96,21 +102,26 @@ def dora_experts(
     if check_experts(fn, x, layer):
         from fdora.functional import _sharded_layers
 
+        check_left_out(fn, {"compute": compute is not None, "grad_compute": grad_compute is not None})
         given: dict[str, Any] = {"offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
         return _sharded_layers.experts(dora_experts, x, layer, **given)
     E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
     check_kernels(fn, A, name)
+    asked = compute, grad_compute
+    if any(asked):
+        x = cast_x(fn, x, W)
+        check_codes(fn, asked, x, {fn: W}, E, name)
     if ids is None:
-        return sorted_rows(fn, x, layer, offsets, name)
+        return sorted_rows(fn, x, layer, offsets, name, asked)
     to = route_of(fn, ids, E, name)
     x = cast_x(fn, x, W)
-    y = combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), pairs(gates), to, name)
+    y = combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), pairs(gates), to, name)
     return y.squeeze(1) if gates is None and ids.dim() == 1 else y
 
 
-def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str) -> Tensor:
+def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any] = (None, None)) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     E = count_of(layer)
     if name == "triton":
@@ -120,7 +131,7 @@ def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str) -
     else:
         numbers = ends_of(fn, offsets, x.shape[0], E)
         if not is_whole(layer.W) or torch.compiler.is_compiling() or functorch_active():
-            return _loop(x, layer, numbers)
+            return _loop(x, layer, numbers, asked)
         # The loop as one node, of a W that only comes as a whole: so it is made once for each direction, not for each expert.
         x = cast_x(fn, x, layer.W)
         wanted = [end > begin for begin, end in zip([0, *numbers[:-1]], numbers, strict=True)]
@@ -128,7 +139,7 @@ def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str) -
         ends = torch.tensor(numbers, dtype=torch.int64)  # on the host, as s then is: both are read there
         scale = torch.full((E,), layer.s, dtype=torch.float64)  # type: ignore[arg-type]
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
-    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, None, fn, True))
+    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, None, fn, True, *map(bool, asked)))
 
 
 def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) -> tuple[Tensor, Operands]:
@@ -139,17 +150,33 @@ def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) 
     return scale, Operands(W, A, B, m, in_sums(c, x), bias, None)
 
 
-def _loop(x: Tensor, layer: DoraLayer, ends: list[int]) -> Tensor:
+def check_codes(fn: str, asked: tuple[Any, Any], x: Tensor, weights: dict[str, Any], experts: int, name: str) -> None:
+    """Of products of codes. An expert is a cut of them."""
+    check_computes(asked, x, weights, "lora")
+    on_gpu(fn, asked, x, name)
+    for of, W in weights.items():
+        rows, N = W.facts.block[0] or 1, W.shape[0] // experts
+        if N % rows:
+            remedy = "Leave compute out: W is decoded then."
+            raise fail(of, "W", f"of blocks that end where an expert of {N} rows does", f"blocks of {rows}", remedy)
+
+
+def _loop(x: Tensor, layer: DoraLayer, ends: list[int], asked: tuple[Any, Any]) -> Tensor:
     W, A, B, m, s, bias, norm = parts(layer)
     counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     *xs, rest = x.split([*counts, x.shape[0] - ends[-1]])
-    each = experts_of(W, len(counts)) if isinstance(W, QuantWeight) else W.unbind()
+    if any(asked):
+        N = B.shape[1]
+        each: Any = [cut(W, rows=slice(e * N, (e + 1) * N)) for e in range(len(counts))]
+    else:
+        each = experts_of(W, len(counts)) if isinstance(W, QuantWeight) else W.unbind()
     biases, norms = (([None] * len(counts)) if t is None else t.unbind() for t in (bias, norm))
     used = [e for e, count in enumerate(counts) if count]
     if not used:  # no rows, but a part of the graph: the gradients are zeros, whatever the norm
         used, norms = [0], norms if norm is not None else [in_sums(m.new_ones(m.shape[1], dtype=torch.float32), W)]
     operands = list(zip(xs, each, A.unbind(), B.unbind(), m.unbind(), strict=True))
-    ys = [dora_linear(*operands[e], s=s, bias=biases[e], norm=norms[e], backend="eager") for e in used]
+    how: dict[str, Any] = {"compute": asked[0], "grad_compute": asked[1], "backend": "eager"}
+    ys = [dora_linear(*operands[e], s=s, bias=biases[e], norm=norms[e], **how) for e in used]
     if rest.shape[0]:
         ys.append(ys[0].new_zeros(rest.shape[0], m.shape[1]))
     return ys[0] if len(ys) == 1 else torch.cat(ys)

@@ -14,7 +14,17 @@ from fdora._torch import no_graph
 from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels
-from fdora.functional.experts import check_experts, check_route, count_of, ends_on, pairs, route_of, scaled, sorted_rows
+from fdora.functional.experts import (
+    check_codes,
+    check_experts,
+    check_route,
+    count_of,
+    ends_on,
+    pairs,
+    route_of,
+    scaled,
+    sorted_rows,
+)
 from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.functional.linear import cast_x, save_for_dm
 from fdora.quant import QuantWeight
@@ -29,6 +39,8 @@ def dora_experts_mlp(
     offsets: Tensor | Sequence[int] | None = None,
     ids: Tensor | None = None,
     gates: Tensor | None = None,
+    compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """The gated MLP of each expert: ``y[t] = down[e](f(gate) * up)`` with ``gate, up = gate_up[e](x[t])``, e: its expert.
@@ -51,6 +63,8 @@ def dora_experts_mlp(
       offsets: as for :func:`dora_experts`.
       ids: as for :func:`dora_experts`.
       gates: as for :func:`dora_experts`; they weigh y.
+      compute: as for :func:`dora_experts`, of both layers.
+      grad_compute: the same.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -76,15 +90,19 @@ def dora_experts_mlp(
         check_kernels(fn, la.A, name, arg=arg)  # type: ignore[arg-type]  # checked
     to = None if ids is None else route_of(fn, ids, E, name)
     x = cast_x(fn, x, gate_up.W)
+    asked = compute, grad_compute
+    if any(asked):
+        check_codes(fn, asked, x, {f"{fn}: gate_up": gate_up.W, f"{fn}: down": down.W}, E, name)
     if name == "triton":
         ends = ends_on(fn, offsets, x, E) if to is None else to.offsets
         (s1, first), (s2, second) = scaled(x, gate_up, name), scaled(x, down, name)
         kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]
         saves = (False, False) if no_graph() else (kept[0], kept[1])
-        y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name))
+        y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name, None, *map(bool, asked)))
     else:
         rows, of_each = (x, offsets) if to is None else (spread(x, to, name), to.offsets)
-        y = sorted_rows(fn, gated(sorted_rows(fn, rows, gate_up, of_each, name), act), down, of_each, name)
+        a = gated(sorted_rows(fn, rows, gate_up, of_each, name, asked), act)
+        y = sorted_rows(fn, a, down, of_each, name, asked)
     if to is None:
         return y
     y = combine(y, pairs(gates), to, name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fdora._check import check_device, check_dtype, check_frozen, check_shapes, check_tensor, fail, once
+from fdora._check import check_device, check_dtype, check_frozen, check_left_out, check_shapes, check_tensor, fail, once
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
@@ -17,7 +17,7 @@ from fdora.functional._seed import seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_kernels, check_one, check_ranks, check_sequence, scalings
 from fdora.functional.layer import DoraLayer, tensors_of
-from fdora.functional.linear import cast_x, check_dropout, in_sums, save_for_dm
+from fdora.functional.linear import cast_x, check_computes, check_dropout, in_sums, on_gpu, save_for_dm
 from fdora.quant import QuantWeight
 
 APART = 0.5  # nothing reads it where each adapter has its ratio
@@ -38,6 +38,8 @@ def dora_linear_multi(
     dropout_p: float | Tensor | Sequence[float] = 0.0,
     seed: int | Tensor | Sequence[int | Tensor] | None = None,
     ranks: Sequence[int] | None = None,
+    compute: Literal["fp8"] | None = None,
+    grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Many DoRA adapters on one W: ``y_t = g_a * (x_t @ W.T + s_a * (x_t @ A_a.T) @ B_a.T) + bias``, a: the adapter of token t.
@@ -74,6 +76,8 @@ def dora_linear_multi(
         ids, among its tokens): they are those of a call of its own. None draws G seeds.
       ranks: each adapter's own rank. Rows of A and columns of B beyond it are not read, and their gradients are 0. None reads
         all of r: padding of zeros gives the same numbers.
+      compute: None, or "fp8" as of :func:`dora_linear`: x is rounded once, for the product with W of all tokens.
+      grad_compute: the same of backward, for dx.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -94,6 +98,7 @@ def dora_linear_multi(
     if check_multi(fn, x, layer, offsets, ids, of_each):
         from fdora.functional import _sharded_layers
 
+        check_left_out(fn, {"compute": compute is not None, "grad_compute": grad_compute is not None})
         rest: dict[str, Any] = {"offsets": offsets, "ranks": ranks, "backend": backend}
         return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
     x = cast_x(fn, x, W)
@@ -104,7 +109,10 @@ def dora_linear_multi(
     if wrong:
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
         raise fail(fn, arg, want, wrong, "They say whose each token is.")
+    if compute is not None or grad_compute is not None:
+        check_computes((compute, grad_compute), x, {fn: W}, "lora")
     name = select_backend(x, backend=backend).name
+    fp8 = on_gpu(fn, (compute, grad_compute), x, name)
     check_kernels(fn, A, name, of_each)
     scale = scalings(fn, s, G, x)
     c = None
@@ -115,7 +123,7 @@ def dora_linear_multi(
         seeds = torch.cat([seeds, apart.view(torch.int64)])
     tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, p, name)
     saves = save_for_dm(m, c, False) != "nothing"
-    call = Call(of_each, p, saves, name)
+    call = Call(of_each, p, saves, name, None, fn, False, *fp8)
     return multi(x, Operands(W, A, B, m, c, bias, seeds), tokens, call)
 
 

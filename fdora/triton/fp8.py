@@ -27,10 +27,10 @@ from fdora.triton.dropout import drop
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, Scales, by_tma, gemm
 from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel, turn_kernel
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
+from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
-from fdora.triton.tiles.fp8 import fp8_config
+from fdora.triton.tiles.fp8 import fp8_config, grouped_fp8
 from fdora.triton.tiles.product import Ask
 
 BLOCK, TOKENS, ALL, TURNED = 128, 16, 1 << 30, 128
@@ -50,8 +50,11 @@ class Other(NamedTuple):
 ONLY_X = Other()
 
 
-def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X) -> tuple[Array, Array]:
-    """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M)."""
+def quantised(
+    plan: Builder, x: Array, blocks: bool, by: Array | None = None, other: Other = ONLY_X, ends: Array | None = None
+) -> tuple[Array, Array]:
+    """(M, K), its columns times ``by`` (K,) -> e4m3 codes without gaps, and scales (1, M) or (blocks of columns, M). With
+    ``ends``, of the tokens of each expert, each has its own ``by``."""
     M, K = x.shape
     out, scale = plan.temp((M, K), E4M3), plan.temp((cdiv(K, BLOCK) if blocks else 1, M))
     args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K}
@@ -61,7 +64,9 @@ def quantised(plan: Builder, x: Array, blocks: bool, by: Array | None = None, ot
         plan.launch(fp8_blocks_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), {**args, "BLOCK_M": TOKENS, "BLOCK": BLOCK})
     else:
         block_k = min(16384, max(128, power_of_two(K)))
-        plan.launch(fp8_rows_kernel, (M,), {**args, "by": by, "BLOCK_K": block_k}, other, num_warps=max(4, block_k // 1024))
+        G = None if ends is None else ends.shape[0]
+        args |= {"by": by, "offsets": ends, "G": G, "BLOCK_G": power_of_two(min(G or 1, 64)), "BLOCK_K": block_k}
+        plan.launch(fp8_rows_kernel, (M,), args, other, num_warps=max(4, block_k // 1024))
     return out, scale
 
 
@@ -70,36 +75,87 @@ def scaled_by(W: Any) -> tuple[int, int]:
     return W.form.block if W.form.scale == "block" else (1 if W.form.scale == "row" else ALL, 0)
 
 
-def tile_of_codes(plan: Builder, x: Array, la: Any, out: Any) -> GemmConfig | None:
+def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None) -> GemmConfig | None:
     """The tile of a forward by such a product; None where W is decoded."""
-    W, on, pre = la.W, plan.device, out.pre_scale
-    N, K = W.shape
+    (N, K), on = W.shape, plan.device
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
-    tma = K % 16 == 0 and by_tma(codes, Operand(codes, la.B, trans=True), out.y, pre) == (True, True)
-    ask = Ask(x.shape[0], N, K, la.A.shape[0], True, pre is not None, tma, on.capability, on.num_sms)
-    return fp8_config(ask, *scaled_by(W))
+    tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
+    return fp8_config(Ask(x.shape[0], N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
 
 
-def y_of_codes(plan: Builder, x: tuple[Array, Array], la: Any, h: Array, out: Any, config: GemmConfig) -> None:
-    """``x``: its codes and their scales."""
-    (x8, of_token), W, (rows, columns), B = x, la.W, scaled_by(la.W), in_dtype(plan, la.B, h.dtype)
-    codes, end = W.codes.words(W.shape, W.codes.stride, E4M3), Epilogue("scale", la.m, la.c, la.bias)
+class Low(NamedTuple):
+    """The term of low rank: (M, r) (N, r)."""
+
+    h: Array
+    B: Array
+
+
+def y_of_codes(
+    plan: Builder,
+    y: Array,
+    x: tuple[Array, Array],
+    W: Any,
+    config: GemmConfig,
+    low: Low | None = None,
+    end: Epilogue = NO_EPILOGUE,
+    pre: Array | None = None,
+) -> None:
+    """``x``: its codes and their scales. Without ``low`` x W^T alone."""
+    (x8, of_token), (rows, columns), (h, B) = x, scaled_by(W), low or (None, None)
+    codes = W.codes.words(W.shape, W.codes.stride, E4M3)
     scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
     if config.tma:
-        gemm(plan, out.y, x8, h, Operand(codes, B, trans=True), end, pre_scale=out.pre_scale, config=config, scales=scales)
+        right = Operand(codes, B, trans=True)
+        gemm(plan, y, x8, h, right, end, pre_scale=pre, config=config, scales=scales)
         return
-    given = {"x": x8, "w": codes, "h": h, "b": B, "out": out.y, "pre_scale": out.pre_scale}
-    given |= {**named("stride_br stride_bn", B.T.stride), "M": x8.shape[0], **named("N K", W.shape)}
-    given |= {"R": h.shape[1], "BLOCK_R": min(64, power_of_two(h.shape[1]))}
+    given = {"x": x8, "w": codes, "h": h, "b": B, "out": y, "pre_scale": pre, "EPILOGUE": end.kind}
+    given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x8.shape[0], **named("N K", W.shape)}
+    r = h.shape[1] if h else 0
+    given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r)))}
     plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
-def codes_config(plan: Builder, of: Any) -> GemmConfig | None:
-    """The tile of such a product; None where W is decoded. ``of``: as of linear_bwd.py."""
-    la, (M, K), form, on = of.la, of.dx.shape, of.la.W.form, plan.device
-    N, (rows, columns) = la.W.shape[0], form.block if form.scale == "block" else (0, ALL)
-    config = fp8_config(Ask(M, K, N, la.A.shape[0], True, False, True, on.capability, on.num_sms), columns, rows)
+def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:
+    """The tile of such a product; None where W is decoded."""
+    (M, K), form, on = dx.shape, W.form, plan.device
+    N, (rows, columns) = W.shape[0], form.block if form.scale == "block" else (0, ALL)
+    config = fp8_config(Ask(M, K, N, r, True, False, True, on.capability, on.num_sms), columns, rows)
     return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
+
+
+class Grouped(NamedTuple):
+    """A grouped product of codes: x (M, K), and w with adjacent columns, as a forward has them. Each expert's W begins so many
+    rows and columns behind that of the one before."""
+
+    x: Array
+    w: Array
+    down: int
+    along: int
+    scales: Scales
+
+
+def grouped_tile(plan: Builder, G: int, W: Any, r: int, out: Array, pre: Array | None, back: bool = False) -> GemmConfig | None:
+    """Of ``out`` (M, N) of a forward, or (M, K) of a backward; None where W is decoded."""
+    (rows, columns), (M, width), on = scaled_by(W), out.shape, plan.device
+    N, K = W.shape[0] // G, W.shape[1]
+    if back:  # what a step reads of the next W must not be summed up
+        inner, fits, (rows, columns) = N, N % BLOCK == 0, (columns, rows if columns else 0)
+    else:
+        inner, fits = K, is_tma_compatible(W.codes)
+    tma = fits and all(t is None or is_tma_compatible(t) for t in (out, pre))
+    return grouped_fp8(Ask(M, width, inner, r, True, True, tma, on.capability, on.num_sms), G, rows, columns)
+
+
+def grouped_forward(plan: Builder, x: Array, W: Any, G: int) -> Grouped:
+    rows, columns = scaled_by(W)
+    x8, of_token = quantised(plan, x, columns > 0)
+    scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
+    return Grouped(x8, W.codes.words(W.shape, W.codes.stride, E4M3), W.shape[0] // G, 0, scales)
+
+
+def grouped_backward(plan: Builder, dz: Array, W: Any, ends: Array) -> Grouped:
+    dz8, codes, scales = for_dx(plan, dz, W, ends)
+    return Grouped(dz8, codes, 0, dz.shape[1], scales)
 
 
 def turned(plan: Builder, codes: Array) -> Array:
@@ -111,16 +167,29 @@ def turned(plan: Builder, codes: Array) -> Array:
     return out
 
 
-def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
-    dx, la, W, t = of.dx, of.la, of.la.W, dz.dtype
-    (N, K), form, scale, A = W.shape, W.form, W.rest[0], in_dtype(plan, of.la.A, dz.dtype)
+def for_dx(plan: Builder, dz: Array, W: Any, ends: Array | None = None) -> tuple[Array, Array, Scales]:
+    """dz as codes, those of W turned, and what their product is multiplied by. ``ends``: of experts."""
+    (N, K), form, scale = W.shape, W.form, W.rest[0]
     codes, blocks = W.transposed or turned(plan, W.codes), form.scale == "block"
-    dz8, of_token = quantised(plan, dz, blocks, scale if form.scale == "row" else None)
+    by_row = form.scale == "row"
+    dz8, of_token = quantised(plan, dz, blocks, scale if by_row else None, ends=ends if by_row else None)
     scales = Scales(of_token, scale if form.scale == "tensor" else None, 1, ALL)
     if blocks:
         rows, columns = form.block
         each = scale.words((cdiv(N, rows), cdiv(K, columns)), (cdiv(K, columns), 1), FP32)
         scales = Scales(of_token, stacked(plan, [each.T], FP32, 4), cdiv(N, rows), columns, rows)
+    return dz8, codes, scales
+
+
+def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig) -> None:
+    """dz W alone."""
+    dz8, codes, scales = for_dx(plan, dz, W)
+    gemm(plan, dx, dz8, None, Operand(codes, None, trans=True), config=config, scales=scales)
+
+
+def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
+    dx, la, t, A = of.dx, of.la, dz.dtype, in_dtype(plan, of.la.A, dz.dtype)
+    dz8, codes, scales = for_dx(plan, dz, la.W)
     right = Operand(codes, stacked(plan, [A.T], t), trans=True)
     end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
     gemm(plan, dx, dz8, dh, right, end, config=config, scales=scales, alone=la.seed is not None)

@@ -56,7 +56,7 @@ class Operand(NamedTuple):
     """W and B of the product above. ``trans``: they are (N, K) and (N, r)."""
 
     w: Array
-    b: Array
+    b: Array | None
     trans: bool
 
 
@@ -80,7 +80,7 @@ def gemm(
     plan: Builder,
     out: Array,
     x: Array,
-    h: Array,
+    h: Array | None,
     right: Operand,
     epilogue: Epilogue = NO_EPILOGUE,
     masked: Masked = UNMASKED,
@@ -92,12 +92,12 @@ def gemm(
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
     ``config`` overrides the choice, for the command that measures tiles. x and W may be codes with ``scales``, with a tile by
-    TMA; ``alone`` leaves h B out of their product.
+    TMA; ``alone`` leaves h B out of their product, and there h and B may be None.
     """
-    (M, K), N, r = x.shape, out.shape[1], 0 if alone else h.shape[1]
+    (M, K), N, r = x.shape, out.shape[1], 0 if alone or h is None else h.shape[1]
     if out.numel == 0:
         return
-    w, b = (right.w.T, right.b.T) if right.trans else (right.w, right.b)
+    w, b = (right.w.T, right.b and right.b.T) if right.trans else right[:2]
     one_more_tile = pre_scale is not None or epilogue.residual is not None
     one_more_tile |= masked.seed is not None and plan.device.capability >= 100  # the positions of a mask are as large
     x_masked = masked.x
@@ -110,13 +110,13 @@ def gemm(
         bm, bn = config.BLOCK_M, config.BLOCK_N
         count = cdiv(M, bm) * cdiv(N, bn)
         programs = programs_of(count, bm * bn * K, on.num_sms) if config.persistent else count
-        slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(h.shape[1])))
+        slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(h.shape[1] if h else 1)))
         one = scales is not UNSCALED and 0 < r <= RANKS
-        flatten = config.persistent and masked.seed is None and (scales is UNSCALED or one)
-        w, b = (w.T, b.T) if trans_b else (w, b)
+        flatten = config.persistent and masked.seed is None and (scales is UNSCALED or one or h is None)
+        w, b = (w.T, b and b.T) if trans_b else (w, b)
         ends = {"out": out, "pre_scale": pre_scale, "residual": epilogue.residual}
         tiles = tiled(config, trans_b, {"x": x, "x_masked": x_masked}, {"w": w}, ends)
-        tiles |= tiled(slab, trans_b, {"h": _fit(plan, h)}, {"b": _fit(plan, b)}, {})
+        tiles |= tiled(slab, trans_b, {"h": h and _fit(plan, h)}, {"b": b and _fit(plan, b)}, {})
         given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": flatten, "ONE_SLAB": one}
         given["p"] = masked.p if epilogue.kind == "dropped" else None  # no argument of the kernels that are the same without it
         plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config, scales)

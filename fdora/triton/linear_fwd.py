@@ -12,7 +12,7 @@ from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
-from fdora.triton.fp8 import FORWARD, quantised, tile_of_codes, y_of_codes
+from fdora.triton.fp8 import FORWARD, Low, quantised, tile_of_codes, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
@@ -41,7 +41,9 @@ def forward(
     ``fp8``: every W is of e4m3 codes, which those with an adapter multiply by codes of x (fp8.py)."""
     half = x.dtype != torch.float32
     both = [*zip(layers, out, strict=True)]
-    codes = [tile_of_codes(plan, x, la, each) if fp8 and la.A is not None else None for la, each in both]
+    codes = [
+        tile_of_codes(plan, x, la.W, la.A.shape[0], o.y, o.pre_scale) if fp8 and la.A is not None else None for la, o in both
+    ]
     few = [half and tile is None and is_few(plan, x, la, True) for la, tile in zip(layers, codes, strict=True)]
     adapted = [la for la in layers if la.A is not None]
     inside = [each.c is not None and la.seed is None and _norm_fits(plan, x, la) for la, each in both]
@@ -60,7 +62,8 @@ def forward(
             blocks = la.W.form.scale == "block"
             if blocks not in rounded:
                 rounded[blocks] = quantised(plan, x, blocks)
-            y_of_codes(plan, rounded[blocks], la, each.h, each, tile)
+            low, end = Low(each.h, in_dtype(plan, la.B, x.dtype)), Epilogue("scale", la.m, la.c, la.bias)
+            y_of_codes(plan, each.y, rounded[blocks], la.W, tile, low, end, each.pre_scale)
             how = FORWARD
         elif la.A is None:
             _frozen_forward(plan, x, la, each.y)

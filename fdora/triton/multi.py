@@ -21,18 +21,24 @@ of them by TMA) and nobody else's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdora._records import Bank, BankNeeds
+from fdora.quant import QuantWeight
+from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.multi_bwd import Given, Out, backward
+from fdora.triton.fp8 import grouped_forward, grouped_tile, quantised, tile_of_codes, y_of_codes
+from fdora.triton.multi_bwd import Given, Out, backward, stack_in
 from fdora.triton.multi_gemm import (
     Right,
     Wanted,
+    behind,
     copies_beside,
+    grouped,
     lay,
     low_rank_input,
     multi_gemm,
@@ -49,6 +55,7 @@ from fdora.triton.op import Likes, maker, planned
 from fdora.triton.runtime.builder import Builder, asked
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
+from fdora.triton.tiles.configs import GemmConfig
 
 TENSORS = 11  # of a bank; behind them ranks and p
 READS = "stack matrix matrix flat flat flat vector vector vector vector vector"  # how a plan takes them
@@ -58,16 +65,25 @@ BankGrads = tuple[Tensor | None, ...]
 
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y will do."""
-    y, h, *before = _multi(x, list(bank[:TENSORS]), list(bank.ranks or ()), bank.p, save_for_dm)
+    tensors, *coded = listed(bank)
+    y, h, *before = _multi(x, tensors, list(bank.ranks or ()), bank.p, save_for_dm, *coded)
     return y, h, (before[0], x.new_empty(0)) if before else ()
 
 
 def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,)."""
     before = kept[0] if kept else None
-    tensors, pre_scale = list(bank[:TENSORS]), len(kept) == 2
-    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, list(bank.ranks or ()), bank.p, list(needs)))
+    (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
+    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, list(bank.ranks or ()), bank.p, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
+
+
+def listed(bank: Bank) -> tuple[list[Tensor | None], list[str], list[int], bool]:
+    """The tensors; those of a W of codes behind the others, the facts of it, and whether it is of experts."""
+    tensors: list[Any] = list(bank[:TENSORS])
+    if not isinstance(bank.W, QuantWeight):
+        return tensors, [], [], False
+    return [None, *tensors[1:], *tensors_of(bank.W.tensors)], *written([coded_of(bank.W)]), bank.experts
 
 
 def any_order(M: int, dtype: torch.dtype, A: Any, p: float) -> bool:
@@ -80,31 +96,62 @@ def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     return bank.bias is not None or dtype == torch.float32
 
 
-def _read_bank(plan: Builder, likes: Likes, p: float) -> Any:
-    read = [getattr(plan, how)(like) for how, like in zip(READS.split(), likes, strict=True)]
-    return Bank._make((*read, None, p))
+def _read_bank(
+    plan: Builder, likes: Likes, p: float, text: Sequence[str] = (), numbers: Sequence[int] = (), experts: bool = False
+) -> Any:
+    read = [getattr(plan, how)(like) for how, like in zip(READS.split(), likes[:TENSORS], strict=True)]
+    for W in weights_of(text, numbers):
+        read[0] = packed(plan, likes[TENSORS:], W)  # type: ignore[arg-type]
+    return Bank._make((*read, None, p, experts))
 
 
 @maker("dora_linear_multi forward", "tokens rest")
-def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], p: float, save_for_dm: bool) -> None:
-    """likes: those of the bank."""
-    bank = _read_bank(plan, likes, p)
+def plan_forward(
+    plan: Builder,
+    x: Array,
+    likes: Likes,
+    ranks: tuple[int, ...],
+    p: float,
+    save_for_dm: bool,
+    *coded: Any,
+) -> None:
+    """likes: those of the bank. A W of codes, of which ``coded`` tells, is multiplied by codes of x (fp8.py)."""
+    bank = _read_bank(plan, likes, p, *coded)
     (M, _), (G, R, _), t = x.shape, bank.A.shape, x.dtype
     y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
     if M == 0:
         plan.path = "no tokens"
         return
-    bank, experts = bank._replace(ranks=rank_table(plan, ranks or None)), len(bank.W.shape) == 3
+    bank, experts, codes = bank._replace(ranks=rank_table(plan, ranks or None)), is_experts(bank), None
+    if isinstance(bank.W, Packed):
+        of = bank.W, R, y, pre_scale
+        codes = grouped_tile(plan, G, *of) if experts else tile_of_codes(plan, x, *of)
+        bank = bank if codes else bank._replace(W=stack_in(plan, bank, t))
     as_they_come = t != torch.float32 and bank.seed is None and bank.order is None and not experts
     if as_they_come and is_small(M):
         plan.path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
         return multi_small(plan, x, bank._replace(W=in_dtype(plan, bank.W, t)), y, h, pre_scale)
-    if as_they_come and (bank.ids is not None or takes_table(M, G * R, True)):
-        bank = bank._replace(W=in_dtype(plan, bank.W, t))
-        plan.path = f"x A^T of all adapters, then the product; {multi_table(plan, x, bank, y, h, pre_scale)}; few ranks in all"
+    if as_they_come and (bank.ids is not None or takes_table(M, G * R, not codes)):
+        bank = bank if codes else bank._replace(W=in_dtype(plan, bank.W, t))
+        how = multi_table(plan, x, bank, y, h, pre_scale, codes)
+        plan.path = f"x A^T of all adapters, then the product; {how}; few ranks in all"
         return None
-    W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
-    shape = shape_of(plan, x, y, W, R, G, pre_scale is not None, bank.order is not None)
+    plan.path = _by_segments(plan, x, bank, codes, (y, h, pre_scale), ranks)
+
+
+def _by_segments(plan: Builder, x: Array, bank: Any, codes: GemmConfig | None, out: Any, ranks: tuple[int, ...]) -> str:
+    """What comes of sorted tokens. Returns what it does, in words."""
+    (y, h, pre_scale), (M, _), (G, R, _), t, experts = out, x.shape, bank.A.shape, x.dtype, is_experts(bank)
+    product: Any = None
+    if codes and experts:
+        product = grouped_forward(plan, x, bank.W, G)
+        W, shape = product.w.T, grouped(codes, G)
+    elif codes:
+        W, shape = bank.W, behind(R)
+        product = partial(_base, plan, x, bank.W, codes)
+    else:
+        W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
+        shape = shape_of(plan, x, y, W, R, G, pre_scale is not None, bank.order is not None)
     right = Right(W, bank.B, True)
     beside = bank.seed is None and copies_beside(plan.device, shape)
     if bank.seed is None:
@@ -114,13 +161,21 @@ def plan_forward(plan: Builder, x: Array, likes: Likes, ranks: tuple[int, ...], 
     if bank.seed is not None:
         dropped = drop(plan, x, bank, found.ids)
         pad = low_rank_input(plan, dropped, bank.A, False, bank._replace(order=None), shape, h)
-    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias))
+    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias), of_codes=product)
+    if codes and experts:
+        return "x A_e^T by segments, x as e4m3 codes, then one grouped product of codes; low-rank term and g inside"
+    if codes:
+        return "x as e4m3 codes, then one product of codes; the terms of low rank and g in one pass behind it"
     if experts:
-        plan.path = "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
-    elif shape.config is None:
-        plan.path = "the product by cuBLAS, then the terms of low rank and g in one pass"
-    else:
-        plan.path = f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+        return "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
+    if shape.config is None:
+        return "the product by cuBLAS, then the terms of low rank and g in one pass"
+    return f"x A_a^T by segments, then one fused product; g inside, more than {LIMIT} tokens fill its tiles"
+
+
+def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> None:
+    """x W^T of codes."""
+    y_of_codes(plan, out, quantised(plan, x, W.form.scale == "block"), W, config)
 
 
 @maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD)
@@ -135,12 +190,13 @@ def plan_backward(
     ranks: tuple[int, ...],
     p: float,
     needs: tuple[bool, ...],
+    *coded: Any,
 ) -> None:
-    bank = _read_bank(plan, likes, p)
+    bank = _read_bank(plan, likes, p, *coded)
     dx, *grads = plan.wanted([f"d{name}" for name in BankNeeds._fields], _gradients(x, bank, needs))
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
-    if len(bank.W.shape) == 2:
+    if not is_experts(bank) and not isinstance(bank.W, Packed):
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
@@ -150,31 +206,43 @@ def plan_backward(
         unsort(plan, sorted_dx, order, dx)
 
 
+def _described(tensors: Sequence[Any], experts: bool = False) -> Bank:
+    """A bank of which forms are asked."""
+    return Bank._make((*tensors[:TENSORS], None, 0.0, experts))
+
+
+def is_experts(bank: Bank) -> bool:
+    return bank.experts or (bank.W is not None and len(bank.W.shape) == 3)
+
+
 def _outputs(x: Any, bank: Bank, save_for_dm: bool) -> list[Any]:
     """y, h and what dm reads beside it."""
-    (M, N), t = (x.shape[0], bank.W.shape[-2]), x.dtype
+    (M, N), t = (x.shape[0], bank.B.shape[1]), x.dtype
     return [((M, N), t), ((M, bank.A.shape[1]), t), ((M, N), t) if save_for_dm and saves_pre_scale(t, bank) else None]
 
 
 def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> list[Any]:
     """The form of each gradient that is asked for."""
-    W, A, B, m, f32 = bank.W, bank.A, bank.B, (bank.A.shape[0], bank.B.shape[1]), torch.float32
-    of_m = None if bank.m is None else (m, bank.m.dtype)
-    forms = ((x.shape, x.dtype), (A.shape, A.dtype), (B.shape, B.dtype), of_m, (m, f32), (W.shape[:-1], f32))
+    A, B, m, f32 = bank.A, bank.B, (bank.A.shape[0], bank.B.shape[1]), torch.float32
+    of_m, of_bias = None if bank.m is None else (m, bank.m.dtype), (m if is_experts(bank) else m[1:], f32)
+    forms = ((x.shape, x.dtype), (A.shape, A.dtype), (B.shape, B.dtype), of_m, (m, f32), of_bias)
     return asked(forms, needs)
 
 
 multi, _multi = planned(
     "multi",
-    "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, bool save_for_dm) -> Tensor[]",
+    "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, bool save_for_dm, str[] text, SymInt[] numbers, bool experts) "
+    "-> Tensor[]",
     plan_forward,
-    lambda x, bank, ranks, p, save_for_dm: _outputs(x, Bank._make((*bank, None, 0.0)), save_for_dm),
+    lambda x, bank, ranks, p, save_for_dm, *_: _outputs(x, _described(bank), save_for_dm),
 )
 multi_backward, _multi_backward = planned(
     "multi_backward",
-    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, bool[] needs) "
-    "-> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, bool[] needs, "
+    "str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
     plan_backward,
-    lambda dy, x, h, kept, pre_scale, bank, ranks, p, needs: _gradients(x, Bank._make((*bank, None, 0.0)), needs),
+    lambda dy, x, h, kept, pre_scale, bank, ranks, p, needs, text, numbers, experts: _gradients(
+        x, _described(bank, experts), needs
+    ),
     asks=(1, 0),
 )

@@ -8,16 +8,23 @@ adds such parts in their order. No atomics.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from fdora.triton.codes import Packed
+from fdora.triton.dequantize import weight_in
+from fdora.triton.fp8 import codes_config, dz_of_codes, grouped_backward, grouped_tile
 from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
 from fdora.triton.multi_gemm import (
     Right,
     Routes,
     Wanted,
+    behind,
     block_of,
+    grouped,
     lay,
     low_rank_input,
     multi_gemm,
@@ -85,26 +92,54 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         return
     R = bank.A.shape[1]
     dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
-    shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, bank.A.shape[0], False, bank.seed is not None)
+    W, G, codes = bank.W, bank.A.shape[0], None
+    if isinstance(W, Packed):
+        if out.dx is not None and bank.experts:
+            codes = grouped_tile(plan, G, W, R, out.dx, None, True)
+        elif out.dx is not None:
+            codes = codes_config(plan, W, R, out.dx)
+        if codes is not None:
+            plan.path = plan.path.replace("one product for dx", "one product of codes for dx")
+        reads = (out.dx is not None and codes is None) or ((out.dm or out.dc) is not None and not of.pre_scale)
+        bank = bank._replace(W=stack_in(plan, bank, t) if reads else None)
+        of = of._replace(bank=bank)
+    if codes is not None and bank.experts:
+        shape = grouped(codes, G)
+    elif codes is not None or bank.W is None:
+        shape = behind(R)._replace(experts=G if bank.experts else 0)
+    else:
+        shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, G, False, bank.seed is not None)
     bank = bank._replace(ranks=rank_table(plan, numbers))
-    right = Right(bank.W, bank.A, False)
+    right = Right(W.codes.T if codes is not None else bank.W, bank.A, False)  # of codes it says how b has to lie
     seen = None if h is None else Seen(h, bank.offsets)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, bank.ranks, seen=seen)
     found = routes(plan, bank, M, shape, laid, out.dx)
     fused = _scale(plan, of, found, dz, out)
     if dz is None:
         return
+    product: Any = None
+    if codes is not None and bank.experts:
+        product = grouped_backward(plan, dz, W, bank.offsets)
+    elif codes is not None:
+        product = partial(dz_of_codes, plan, dz=dz, W=W, config=codes)
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
         pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh)
         if out.dx is not None:
             plain = found._replace(g=None)
-            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None)
+            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None, product)
         if out.dA is not None:
             _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids), bank, True)
     if out.dB is not None and not fused:
         assert h is not None
         _gradient(plan, out.dB, dz, h, bank, False)
+
+
+def stack_in(plan: Builder, bank: Any, dtype: torch.dtype) -> Array:
+    """A W of codes, dense: of experts one for each."""
+    W = weight_in(plan, bank.W, dtype)
+    (G, N, _), (pitch, _) = bank.B.shape, W.stride
+    return replace(W, shape=(G, N, W.shape[1]), stride=(N * pitch, pitch, 1)) if bank.experts else W
 
 
 def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) -> bool:

@@ -13,15 +13,22 @@ at its first row, and reads the matrix of that segment. Rows behind the last seg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from fdora.triton.dropout import threshold
+from fdora.triton.fp8 import Grouped
 from fdora.triton.gemm import tiled
 from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
-from fdora.triton.kernels.multi_gemm import multi_epilogue_kernel, multi_gemm_pointer_kernel, multi_gemm_tma_kernel
+from fdora.triton.kernels.multi_gemm import (
+    multi_codes_kernel,
+    multi_epilogue_kernel,
+    multi_gemm_pointer_kernel,
+    multi_gemm_tma_kernel,
+)
 from fdora.triton.multi_rows import Laid, Seen, as_matrix, is_apart
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, grid_of, is_tma_compatible
@@ -113,12 +120,22 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
         matrix = None
     G, f32, tma = w.shape[0] if len(w.shape) == 3 else 0, x.dtype == torch.float32, False
     if not G and (f32 or apart or M <= APART):
-        return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
+        return behind(R)
     if matrix is not None:
         tma = all(map(is_tma_compatible, (x, out, matrix)))
     ask = Ask(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
     config = EXPERTS_F32 if f32 else grouped_config(ask, G) if G else bank_config(ask, adapters)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
+
+
+def grouped(config: GemmConfig, G: int) -> Shape:
+    """Experts of codes. A step of low rank has as many bytes as one of codes."""
+    return Shape(config, config.BLOCK_M, config.BLOCK_K // 2, G)
+
+
+def behind(R: int) -> Shape:
+    """One pass behind a base product that is there."""
+    return Shape(None, TILE["BLOCK_M"], min(64, power_of_two(R)))
 
 
 class Routes(NamedTuple):
@@ -219,8 +236,11 @@ def multi_gemm(
     shape: Shape,
     wanted: Wanted,
     masked: bool = False,
+    of_codes: Callable[[Array], None] | Grouped | None = None,
 ) -> None:
-    """``masked``: the mask of dropout is on the term of low rank."""
+    """``masked``: the mask of dropout is on the term of low rank. ``of_codes``: what writes x w where that is a product of
+    codes; of experts, what is multiplied."""
+    codes = of_codes if isinstance(of_codes, Grouped) else None
     (out, pre_scale, _), p = wanted, bank.p
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
@@ -231,26 +251,33 @@ def multi_gemm(
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
     by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape) if masked else out
-        plan.product(wide, x, w)
+        wide = plan.temp(out.shape) if masked and of_codes is None else out
+        of_codes(wide) if callable(of_codes) else plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}
         plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)
-    given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most, "EXPERTS": experts}
+    given |= {"K": K, "BIAS_SPAN": N if experts else 0, "MOST": most}
     if config.tma:
-        trans_b, matrix = has_columns(w), joined(w)
+        trans_b, matrix = has_columns(w), joined(w) if codes is None else codes.w
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
-        right_hand, ends = {"w": matrix, "b": laid.matrix, "tails": laid.tails}, {"out": out, "pre_scale": pre_scale}
-        given |= tiled(config, trans_b, {"x": x, "h": pad}, right_hand, ends)
+        slab = config._replace(BLOCK_K=shape.BLOCK_R)
+        given |= tiled(config, trans_b, {"x": codes.x if codes else x}, {"w": matrix}, {"out": out, "pre_scale": pre_scale})
+        low: dict[str, Any] = tiled(slab, trans_b, {"h": pad}, {"b": laid.matrix, "tails": laid.tails}, {})
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
-        given |= {"SPAN": laid.height, "W_SPAN": (N if trans_b else K) if experts else 0}
+        given["SPAN"] = laid.height
+        if codes is not None:
+            low |= {"BLOCK_R": shape.BLOCK_R, "W_SPAN": codes.down, "K_SPAN": codes.along}
+            del low["tails"]  # experts have none
+            plan.launch(multi_codes_kernel, (count,), given | low, found, wanted, bank, config, codes.scales)
+            return
+        given |= {"W_SPAN": (N if trans_b else K) if experts else 0, "EXPERTS": experts}
         given |= {"PROGRAMS": programs, "TRANS_B": trans_b}
-        plan.launch(multi_gemm_tma_kernel, (programs,), given, found, wanted, bank, config)
+        plan.launch(multi_gemm_tma_kernel, (programs,), given | low, found, wanted, bank, config)
         return
-    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R}
+    given |= {"x": x, "w": w, "BLOCK_R": shape.BLOCK_R, "EXPERTS": experts}
     plan.launch(multi_gemm_pointer_kernel, (count,), given | by_pointers, found, wanted, bank, config)
 
 
@@ -270,7 +297,7 @@ def lay(
         return None
     trans_b = has_columns(right.w)
     b = right.b if right.trans == trans_b else turned(right.b)  # another layout of W than the usual
-    return as_matrix(plan, b, dtype, not trans_b, shape.config.BLOCK_K, numbers, ranks, shape.experts > 0, beside, seen)
+    return as_matrix(plan, b, dtype, not trans_b, shape.BLOCK_R, numbers, ranks, shape.experts > 0, beside, seen)
 
 
 def copies_beside(device: Device, shape: Shape) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fdora.triton.copy import in_dtype, operand, stacked
+from fdora.triton.fp8 import FORWARD, Low, quantised, y_of_codes
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.multi_table import multi_table_kernel
 from fdora.triton.multi_gemm import block_of, has_columns, joined
@@ -23,7 +24,7 @@ from fdora.triton.product import scaled_product
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
-from fdora.triton.tiles.configs import power_of_two
+from fdora.triton.tiles.configs import GemmConfig, power_of_two
 
 RANKS = 256  # of all adapters, at most
 SORTED = 1 << 18  # tokens times ranks: what the flops of other adapters' columns cost is then less than the launches of tiles
@@ -35,8 +36,11 @@ def takes_table(M: int, ranks: int, is_sorted: bool) -> bool:
     return ranks <= RANKS and (not is_sorted or M * ranks <= SORTED)
 
 
-def multi_table(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scale: Array | None) -> str:
-    """(M, K) and a bank -> y, h and pre_scale, all in the order of x. Returns what it does, in words."""
+def multi_table(
+    plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scale: Array | None, codes: GemmConfig | None = None
+) -> str:
+    """(M, K) and a bank -> y, h and pre_scale, all in the order of x. ``codes``: a product of codes, by this tile. Returns what
+    it does, in words."""
     (M, N), (G, R, _), t = y.shape, bank.A.shape, x.dtype
     wide, width = plan.temp((M, G * R)), cdiv(G * R, 8) * 8
     A = None if has_columns(bank.A) else joined(bank.A)
@@ -50,4 +54,9 @@ def multi_table(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scal
     given |= {"M": M, "N": N, "G": G, "R": R, "tiles": tiles, "BLOCK_M": block_m, "BLOCK_N": block_n}
     given |= {"BLOCK_R": block_r, "BLOCK_Q": power_of_two(G * R), "BLOCK_G": block_of(G)}
     plan.launch(multi_table_kernel, (tiles + (G + 1) * cdiv(N, block_n),), given, bank)
-    return scaled_product(plan, y, x, masked, bank.W, clean, Epilogue("table", g, owner, bank.bias), pre_scale)
+    end = Epilogue("table", g, owner, bank.bias)
+    if codes is not None:
+        x8 = quantised(plan, x, bank.W.form.scale == "block")
+        y_of_codes(plan, y, x8, bank.W, codes, Low(masked, clean), end, pre_scale)
+        return FORWARD
+    return scaled_product(plan, y, x, masked, bank.W, clean, end, pre_scale)

@@ -30,15 +30,15 @@ FAULTS = [
     ("if rest.shape[0]:", "if not ys:"),
     ("ys[0].new_zeros", "ys[0].new_ones"),
     (
-        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), pairs(gates)",
-        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name), 2 * gates",
+        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), pairs(gates)",
+        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), 2 * gates",
     ),
 ]
 FAULTS = [(experts, *each) for each in FAULTS] + [
     (eager, "rows.to(acc) * gates.reshape(-1)[order, None]", "rows.to(acc) * gates.reshape(-1)[order * 0, None]"),
     (eager, "(up > LIMIT) | (up < -LIMIT), 0,", "(up > LIMIT), 0,"),
     (eager, "share + SHARPNESS * v * share", "share + v * share"),
-    (experts_mlp, "act), down, of_each", "act), down._replace(s=2 * down.s), of_each"),
+    (experts_mlp, "fn, a, down, of_each", "fn, a, down._replace(s=2 * down.s), of_each"),
     (multi, "own, None, max_bytes)", "2 * own, None, max_bytes)"),
 ]
 

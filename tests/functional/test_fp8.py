@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from fdora import FdoraError
-from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
+from fdora.functional import (
+    DoraLayer,
+    DoraParams,
+    dora_experts,
+    dora_experts_mlp,
+    dora_linear,
+    dora_linear_group,
+    dora_linear_multi,
+    dora_mlp,
+    dora_norm,
+    dora_stack,
+)
 from fdora.quant import cut, quantize, with_transpose
 from tests import device
 from tests.close import rel_l2
@@ -140,6 +151,107 @@ def test_layers_on_one_x(kinds):
         assert rel_l2(got, want) < 6e-3
 
 
+def bank(kind, M, N, K, ranks, route, dtype=BF16, bias=True):
+    """Adapters of one W, tokens of each and of none; and the leaves."""
+    g, W = torch.Generator().manual_seed(5), layer(kind, N, K, dtype=dtype)[0]
+    own = [DoraParams(*layer(kind, N, K, r, dtype)[1:]) for r in ranks]
+    ends = torch.tensor([M // 3, M // 3, M - M // 4], dtype=torch.int32, device=device.NAME)
+    which = {"offsets": ends} if route == "offsets" else {"ids": torch.randint(-1, 3, (M,), generator=g).to(device.NAME)}
+    b = torch.randn(N, device=device.NAME, dtype=dtype).requires_grad_() if bias else None
+    x = x_of(M, K=K, dtype=dtype)
+    how = {"s": [S, 0.3, -S], "bias": b, "ranks": ranks, **which}
+    run = lambda **more: dora_linear_multi(x, W, *dora_stack(own), **how | more)  # noqa: E731
+    return run, [x, *(t for each in own for t in each), *([b] if bias else [])], (x, W, own, b, which)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_many_adapters(kind, route, p, monkeypatch):
+    """Each as by a call of its own, gradients too; tokens of none are rounded as all are. The same without a look at whose."""
+    for read in (True, False) if device.NAME == "cpu" else (True,):
+        if not read:
+            monkeypatch.setattr("fdora.eager.multi._readable", lambda bank: False)
+        run, leaves, (x, W, own, b, which) = bank(kind, 300, 272, 304, (4, 1, 20), route)
+        y = run(dropout_p=p, seed=[3, 4, 5], **HOW)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+        sorted_by = torch.arange(300, device=device.NAME)[:, None]
+        whose = which["ids"] if route == "ids" else (sorted_by >= which["offsets"]).sum(1)
+        want, parts = torch.zeros_like(y), []
+        for g, s in enumerate([S, 0.3, -S]):
+            at = (whose == g).nonzero().squeeze(1)
+            if len(at):
+                part = dora_linear(x[at], W, *own[g], s=s, bias=b, dropout_p=p, seed=3 + g, **HOW)
+                want, parts = want.index_copy(0, at, part), [*parts, g]
+        rest = ((whose < 0) | (whose > 2)).nonzero().squeeze(1)
+        base = rounded(x[rest].detach(), 128 if kind == "block" else 304) @ W.dequantize(torch.float64).T + b.double()
+        assert rel_l2(y[rest].detach(), base.detach()) < 5e-3
+        used = torch.cat([(whose == g).nonzero().squeeze(1) for g in parts])
+        assert rel_l2(y[used].detach(), want[used].detach()) < 3e-3 and rel_l2(y.detach(), run().detach()) > 5e-3
+        dy[rest] = 0
+        y = run(dropout_p=p, seed=[3, 4, 5], **HOW)
+        got, expected = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy, allow_unused=True)
+        for have, as_alone in zip(got, expected, strict=True):
+            assert (have == 0).all() if as_alone is None else rel_l2(have, as_alone) < 6e-3
+        with torch.no_grad():
+            assert torch.equal(run(dropout_p=p, seed=[3, 4, 5], **HOW), y)
+
+
+def experts(kind, M, E, N, K, r=20, dtype=BF16, bias=True):
+    """A stack, as its layer and the layers that it is cut into; where the tokens of each end; and the leaves."""
+    W, A, B, m = layer(kind, E * N, K, r, dtype)
+    A = torch.stack([A.detach() * (1 + e) for e in range(E)])
+    B, each = B.detach().unflatten(0, (E, N)), [cut(W, rows=slice(e * N, (e + 1) * N)) for e in range(E)]
+    c = torch.stack([dora_norm(each[e], A[e], B[e], s=S) for e in range(E)])
+    b = torch.randn(E, N, device=device.NAME, dtype=dtype) if bias else None
+    leaves = [t.detach().clone().requires_grad_() for t in (A, B, c * 1.05, *([] if b is None else [b]))]
+    A, B, m, *b = leaves
+    own = [DoraLayer(each[e], A[e], B[e], m[e], S, b[0][e] if b else None, c[e]) for e in range(E)]
+    return (
+        DoraLayer(W, A, B, m, S, b[0] if b else None, c),
+        own,
+        [*range(M // E // 2, M - 3, M // E)[: E - 1], M - 3],
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("how", [HOW, {"compute": "fp8"}, {"grad_compute": "fp8"}], ids=str)
+def test_experts(kind, how):
+    """Each as by a call of its own, however few tokens it has; rows of none are zeros."""
+    of, own, ends, leaves = experts(kind, 260, 3, 256, 304)
+    x, dy = x_of(260, K=304), torch.randn(260, 256, device=device.NAME, dtype=BF16)
+    y = dora_experts(x, of.W, of.A, of.B, of.m, s=S, bias=of.bias, norm=of.norm, offsets=ends, **how)
+    parts = [
+        dora_linear(x[i:j], la.W, la.A, la.B, la.m, s=S, bias=la.bias, norm=la.norm, **how)
+        for la, i, j in zip(own, [0, *ends[:-1]], ends, strict=True)
+    ]
+    want = torch.cat([*parts, parts[0].new_zeros(3, 256)])
+    assert (y[-3:] == 0).all() and rel_l2(y.detach(), want.detach()) < 3e-3
+    for got, as_alone in zip(*(torch.autograd.grad(t, [x, *leaves], dy) for t in (y, want)), strict=True):
+        assert rel_l2(got, as_alone) < 6e-3
+    plain = dora_experts(x, of.W, of.A, of.B, of.m, s=S, bias=of.bias, norm=of.norm, offsets=ends)
+    assert (rel_l2(y.detach(), plain.detach()) > 5e-3) == ("compute" in how)
+
+
+def test_mlps_of_experts():
+    """As two layers with the activation between them, by ids with gates."""
+    (up, _, _, first), (down, _, _, second) = experts("row", 260, 3, 256, 128), experts("row", 260, 3, 128, 128)
+    x, g = x_of(130, K=128), torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.randperm(3, generator=g)[:2] for _ in range(130)]).to(device.NAME)
+    gates = torch.rand(130, 2, generator=g).to(device.NAME)
+    y, plain = (dora_experts_mlp(x, up, down, ids=ids, gates=gates, **how) for how in (HOW, {}))
+    z = dora_experts(x, *up[:4], s=S, bias=up.bias, norm=up.norm, ids=ids, **HOW).flatten(0, 1)
+    a = (torch.nn.functional.silu(z[:, :128].float()) * z[:, 128:].float()).to(BF16)
+    each = dora_experts(a, *down[:4], s=S, bias=down.bias, norm=down.norm, ids=ids.flatten(), **HOW)
+    want = (each.unflatten(0, (130, 2)) * gates[..., None]).sum(1)
+    assert rel_l2(y.detach(), want.detach()) < 1e-2 < rel_l2(y.detach(), plain.detach())
+    dy = torch.randn(130, 128, device=device.NAME, dtype=BF16)
+    grads = [torch.autograd.grad(t, [x, *first, *second], dy.to(t.dtype)) for t in (y, want, plain)]
+    assert all(rel_l2(got, as_apart) < 2e-2 for got, as_apart in zip(*grads[:2], strict=True))
+    assert rel_l2(grads[0][0], grads[2][0]) > 1e-2
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_codes_kept_transposed(kind):
     """The same numbers, and nothing is decoded from them; a cut has its part of them; other weights have none."""
@@ -249,3 +361,12 @@ def test_what_is_refused():
         dora_linear_group(x, layers, compute="fp8")
     with pytest.raises(FdoraError, match="dora_mlp: up: `grad_compute` must be None for a W"):
         dora_mlp(x, *layers, grad_compute="fp8")
+    dense, stack, ends = W.dequantize(), dora_stack([DoraParams(A, B, m)]), torch.tensor([3], dtype=torch.int32)
+    W = quantize(torch.randn(3 * 64, 128).to(BF16), "fp8", block=(128, 128)).to(device.NAME)
+    A, B, m = (torch.zeros(shape, device=device.NAME) for shape in ((3, 4, 128), (3, 64, 4), (3, 64)))
+    with pytest.raises(
+        FdoraError, match="dora_experts: `W` must be of blocks that end where an expert of 64 rows does, got blo"
+    ):
+        dora_experts(x_of(3, K=128), W, A, B, m, s=S, offsets=[1, 1, 3], compute="fp8")
+    with pytest.raises(FdoraError, match="dora_linear_multi: `grad_compute` must be None for a W"):
+        dora_linear_multi(x_of(3), dense, *stack, s=[S], offsets=ends.to(device.NAME), grad_compute="fp8")

@@ -264,6 +264,7 @@ KERNELS = (
     "multi_expand",
     "multi_finish",
     "multi_low",
+    "multi_codes",
     "multi_gemm_pointer",
     "multi_gemm_tma",
     "multi_grad",

@@ -3,11 +3,14 @@
 from itertools import product
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora.quant import Codes8
 from fdora.triton import multi
+from fdora.triton.codes import Coded, written
 from fdora.triton.multi_norm import plan_bank_norm
-from tests.triton.test_compile import assert_builds, device, pytestmark  # noqa: F401
+from tests.triton.test_compile import assert_builds, build, device, kind, pytestmark  # noqa: F401
 from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
 
 GPUS = (80, 90, 100)
@@ -95,6 +98,28 @@ def test_experts(target, shape, tmp_path):
     made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, (), 0.0, no_dx))
     for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
         assert_builds(made, target, tmp_path, name, SPILL)
+
+
+@pytest.mark.parametrize(("target", "shape"), [*product((90, 100), EXPERTS[:2])], ids=str)
+@pytest.mark.parametrize("mode", ["row", "block"])
+def test_experts_of_codes(target, shape, mode, tmp_path):
+    """Multiplied as codes, in both directions."""
+    M, N, K, r, E = shape
+    form = Codes8("e4m3", mode, (128, 128) if mode == "block" else (0, 0), 1.0)
+    facts, x, dy = written([Coded((E * N, K), form)]), alike(M, K, dtype=BF16), alike(M, N, dtype=BF16)
+    scales, made = alike(E * N if mode == "row" else E * N // 128 * (K // 128), dtype=FP32), []
+    for bias in (False, True):
+        likes = [None, *bank(M, N, K, r, E, BF16, BF16, bias, experts=True)[1:]]
+        likes += [alike(E * N, K, dtype=torch.float8_e4m3fn), scales]
+        made.append(multi.plan_forward((x, *likes), device(target), (), 0.0, bias, *facts, True))
+    saved, needs = (dy, x, alike(M, r, dtype=BF16), dy), (*(True,) * 5, True)
+    made.append(multi.plan_backward((*saved, *likes), device(target), True, (), 0.0, needs, *facts, True))
+    assert all("grouped product of codes" in plan.path or "product of codes for dx" in plan.path for plan in made)
+    assert_builds(made, target, tmp_path, "multi_codes")
+    assert_builds(made, target, tmp_path, "fp8")
+    for step in {kind(step): step for plan in made for step in launches(plan, "multi_codes")}.values():
+        ptx = build(step, target).asm["ptx"]
+        assert ("f32.e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx
 
 
 @pytest.mark.parametrize("target", GPUS)

@@ -6,20 +6,30 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
-from fdora.functional import dora_linear, dora_linear_group, dora_mlp, dora_norm, explain
+from fdora.functional import (
+    dora_experts,
+    dora_experts_mlp,
+    dora_linear,
+    dora_linear_group,
+    dora_linear_multi,
+    dora_mlp,
+    dora_norm,
+    explain,
+)
 from fdora.quant import Codes8, with_transpose
-from fdora.triton import fp8
+from fdora.triton import fp8, multi
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, layer, members, rounded, x_of
+from tests.functional.test_fp8 import S, bank, experts, layer, members, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
 from tests.triton.written import BF16, FP32, alike, launches, results_of
+from tests.triton.written import bank as many
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
 
@@ -126,6 +136,56 @@ def test_the_same_group_and_mlp(M, p, kinds, by):
             assert got.dtype == want.dtype and rel_l2(got.detach(), want.detach()) < bound
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+@pytest.mark.parametrize(
+    "M, ranks, p", [(5, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.4), (300, (100, 3, 120), 0.0)]
+)
+def test_the_same_bank(kind, route, M, ranks, p, by):
+    """With few ranks in all, and with many behind the product; dropped, which the product does not see."""
+    run, leaves, _ = bank(kind, M, 272, 304, ranks, route, HALF, bias=p > 0)
+    codes, dy, results = {"compute": "fp8", "grad_compute": "fp8"}, torch.randn(M, 272, device=device.NAME, dtype=HALF), []
+    for backend, how in (("triton", codes), ("eager", want_of(codes, M, by))):
+        y = run(dropout_p=p, seed=[3, 4, 5], backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and (rel_l2(got, want) < 2e-3 if want.any() else not got.any())
+    with torch.no_grad():
+        assert torch.equal(run(dropout_p=p, seed=[3, 4, 5], backend="triton", **codes), results[0][0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("M, N, K, r", [(7, 256, 304, 20), (260, 256, 304, 20), (150, 384, 128, 70)])
+def test_the_same_experts(kind, M, N, K, r, by):
+    """However few tokens there are; without TMA W is decoded."""
+    of, _, ends, leaves = experts(kind, M, 3, N, K, r, HALF, bias=r == 20)
+    x, dy = x_of(M, K=K, dtype=HALF), torch.randn(M, N, device=device.NAME, dtype=HALF)
+    codes = {"compute": "fp8", "grad_compute": "fp8"}
+    results, ends = [], torch.tensor(ends, device=device.NAME)
+    for backend, how in (("triton", codes), ("eager", codes if by == "tma" else {})):
+        y = dora_experts(x, *of[:4], s=S, bias=of.bias, norm=of.norm, offsets=ends, backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *leaves], dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and rel_l2(got, want) < 2e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("M", [3, 130])
+def test_the_same_mlps_of_experts(M, by):
+    (up, _, _, first), (down, _, _, second) = (
+        experts("row", M, 3, 256, 128, dtype=HALF),
+        experts("row", M, 3, 128, 128, dtype=HALF),
+    )
+    x, dy = x_of(M, K=128, dtype=HALF), torch.randn(M, 128, device=device.NAME, dtype=HALF)
+    ids, codes, results = torch.arange(M, device=device.NAME) % 3, {"compute": "fp8", "grad_compute": "fp8"}, []
+    for backend, how in (("triton", codes), ("eager", codes if by == "tma" else {})):
+        y = dora_experts_mlp(x, up, down, ids=ids, backend=backend, **how)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *first, *second], dy)])
+    assert all(rel_l2(got, want) < 1e-2 for got, want in zip(*results, strict=True))
+
+
 def want_of(codes, M, by):
     """What eager is asked for to compute as kernels do, which decode W for few tokens, and for gradients without TMA."""
     return {} if M <= LIMIT else codes if by == "tma" else {"compute": "fp8"}
@@ -144,6 +204,22 @@ def test_x_is_rounded_once_for_the_layers_that_read_it():
     assert counts(dora_linear_group, layers) == [(1, 0), (3, 3)]
     layers[1] = layers[1]._replace(W=with_transpose(layers[1].W))
     assert counts(dora_mlp, *layers) == [(2, 0), (3, 2)]
+
+
+@pytest.mark.parametrize("ranks, inside", [((16,) * 4, True), ((64,) * 8, False)])
+def test_x_is_rounded_once_for_all_adapters(ranks, inside):
+    """With few ranks in all their terms are in the product; with many they come behind it."""
+    (W, *_), (G, r) = layer("row", 512, 512), (len(ranks), ranks[0])
+    x, A, B = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((2048, 512), (G, r, 512), (G, 512, r)))
+    ends = torch.empty(G, dtype=torch.int32, device="meta")
+    leaves = x.requires_grad_(), W.to("meta"), A, B, torch.empty(G, 512, device="meta")
+    codes = {"compute": "fp8", "grad_compute": "fp8", "norm": leaves[-1], "s": [S] * G, "offsets": ends}
+    forward, backward = explain(dora_linear_multi, *leaves, **codes, gpu="h200").plans
+    assert ("few ranks" in forward.path) == inside and "product of codes for dx" in backward.path
+    for plan in (forward, backward):
+        names = [row.what for row in plan.steps]
+        assert names.count("fp8_rows_kernel") == names.count("gemm_tma_kernel") == 1
+        assert ("multi_epilogue_kernel" in names) == (plan is backward or not inside)
 
 
 @needs_kernels
@@ -184,6 +260,26 @@ def test_strides_dropout_and_compiled_code():
         assert rel_l2(got, want) < 1e-3
 
 
+@needs_kernels
+def test_banks_and_experts_in_compiled_code(by):
+    """As an op that a compiler sees by its fake."""
+    run, leaves, _ = bank("row", 130, 272, 304, (20, 3, 16), "offsets", HALF)
+    of, _, ends, of_experts = experts("row", 40, 3, 256, 304, dtype=HALF)
+    ends, codes = torch.tensor(ends, device=device.NAME), {"compute": "fp8", "grad_compute": "fp8", "backend": "triton"}
+    x = x_of(40, K=304, dtype=HALF)
+    for call, inputs in (
+        (lambda: run(**codes), leaves),
+        (lambda: dora_experts(x, *of[:4], s=S, bias=of.bias, norm=of.norm, offsets=ends, **codes), [x, *of_experts]),
+    ):
+        torch._dynamo.reset()
+        results = []
+        for each in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+            y = each()
+            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), inputs)])
+        for got, want in zip(*results, strict=True):
+            assert (got - want).norm() <= 1e-3 * want.norm()  # an adapter has no tokens
+
+
 SHAPES = [  # tokens, N, K, r, scales, their blocks
     (4096, 4096, 4096, 16, "row", (0, 0)),
     (4096, 4096, 4096, 384, "row", (0, 0)),
@@ -215,6 +311,13 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
         plans = [plan_forward(*of_forward, *written([W]), False, True), plan_backward(*of_backward, *written([W, W]), True)]
         assert (fp8.FORWARD in plans[0].path) == (not by_tma or N > 137)
         assert (fp8.BACKWARD in plans[1].path) == (by_tma and N > 137)
+        if r != 384:  # of many adapters: with all ranks inside, and alone
+            for G in (2, 64):
+                of_bank = [None, *many(M, N, K, r, G, BF16, BF16)[1:], *likes[1:3]]
+                plans.append(multi.plan_forward([likes[0], *of_bank], gpu(target), (), 0.0, True, *written([W])))
+            given = [alike(M, N, dtype=BF16), likes[0], alike(M, r, dtype=BF16), alike(M, N, dtype=BF16)]
+            wanted = (*(True,) * 5, False)
+            plans.append(multi.plan_backward([*given, *of_bank], gpu(target), False, (), 0.0, wanted, *written([W])))
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made = build(step, target)

@@ -382,11 +382,46 @@ def calls_of_fp8(M, N, K, r, dtype):
             yield plan_backward, [*saved, None, *likes[3:], *likes[1:3]], (p, "lora", (True,), True, needs, *facts, True)
 
 
+def calls_of_fp8_banks(M, N, K, ranks, dtype):
+    """The same of many adapters: with few ranks in all, and with many; with dropout; sorted, or in any order."""
+    from fdora.quant import Codes8
+    from fdora.triton import multi
+    from fdora.triton.codes import Coded, written
+
+    x, dy = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
+    for r, (mode, scales) in product(ranks, (("row", N), ("block", -(-N // 128) * -(-K // 128)))):
+        codes = alike(N, K, dtype=torch.float8_e4m3fn), alike(scales, dtype=FP32)
+        block = (128, 128) if mode == "block" else (0, 0)
+        facts = [*map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))]
+        for seed, order in ((False, False), (True, True)):
+            _, *rest = bank(M, N, K, r, 4, dtype, FP32, seed, order, seed)
+            tensors, p = [None, *rest, *codes], 0.1 if seed else 0.0
+            yield multi.plan_forward, [x, *tensors], ((), p, True, *facts)
+            saved = [dy, x, alike(M, r, dtype=dtype), dy]
+            yield multi.plan_backward, [*saved, *tensors], (seed, (), p, (*(True,) * 5, seed), *facts)
+
+
+def calls_of_fp8_experts(M, N, K, r, dtype):
+    """Grouped products of codes of 4 experts."""
+    from fdora.quant import Codes8
+    from fdora.triton import multi
+    from fdora.triton.codes import Coded, written
+
+    x, dy, codes = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(4 * N, K, dtype=torch.float8_e4m3fn)
+    for bias, (mode, scales) in enumerate((("row", 4 * N), ("block", -(-4 * N // 128) * -(-K // 128)), ("tensor", 1))):
+        block = (128, 128) if mode == "block" else (0, 0)
+        facts = [*map(tuple, written([Coded((4 * N, K), Codes8("e4m3", mode, block, 1.0))])), True]
+        tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], codes, alike(scales, dtype=FP32)]
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, True, *facts)
+        saved = [dy, x, alike(M, r, dtype=dtype), dy]
+        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, (*(True,) * 5, bias == 1), *facts)
+
+
 def wants_float8(maker, options):
     """Triton has none below sm_89."""
-    from fdora.triton.linear import plan_forward
+    from fdora.triton import linear, multi
 
-    return maker is plan_forward and len(options) > 7 and options[7]
+    return (maker is linear.plan_forward and len(options) > 7 and options[7]) or (maker is multi.plan_forward and options[3:])
 
 
 def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False, ids=False):
@@ -523,6 +558,10 @@ def every_call():
     yield from calls_of_fp8(8, 1024, 2048, 16, BF16)
     yield from calls_of_fp8(4096, 1024, 2048, 16, BF16)
     yield from calls_of_fp8(130, 137, 75, 5, FP16)
+    yield from calls_of_fp8_banks(4096, 1024, 2048, (16, 384), BF16)
+    yield from calls_of_fp8_banks(130, 137, 75, (5,), FP16)
+    yield from calls_of_fp8_experts(4096, 1024, 2048, 16, BF16)
+    yield from calls_of_fp8_experts(130, 137, 75, 5, FP16)
 
 
 def calls_of_many_rows(M):
@@ -544,6 +583,8 @@ def calls_of_many_rows(M):
     yield from calls_of_groups(M, 64, 64, 8, BF16)
     yield from calls_of_coded_layers(M, 64, 64, 8, BF16)
     yield from calls_of_fp8(M, 64, 64, 8, BF16)
+    yield from calls_of_fp8_banks(M, 64, 64, (8, 100), BF16)
+    yield from calls_of_fp8_experts(M, 128, 64, 8, BF16)
     yield from calls_of_codes(M, 64, 8, BF16)
     for form in forms_of_codes():
         coded = Coded((M, 64), form)

@@ -16,7 +16,7 @@ from fdora._records import DropoutMode
 from fdora.functional import DoraParams, dora_linear_multi, dora_stack, select_backend
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import Dora, paused
-from fdora.integrations._peft.fast_path import FUSED, Call, unfit
+from fdora.integrations._peft.fast_path import CODES, FUSED, Call, unfit
 from fdora.integrations._peft.quantised import FP8, compute_dtype, decoded
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 
@@ -161,7 +161,7 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
     for call in calls:
         call.variant.count(FUSED)
         if call.compute:
-            computed(call.variant, "a batch of several adapters")
+            call.variant.count(CODES)
     y = dora_linear_multi(
         x if dtype is None else x.to(dtype),
         W,
@@ -171,6 +171,8 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
         norm=c,
         bias=bias,
         ranks=[each.params.A.shape[0] for each in members],
+        compute=calls[0].compute,
+        grad_compute=calls[0].compute and calls[0].variant.grad_compute,
     )
     return y if dtype is None else y.to(x.dtype)
 

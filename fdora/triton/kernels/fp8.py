@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.multi import adapter_of
 from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
 from fdora.triton.runtime.cost import ANY_LENGTH, launched
@@ -46,13 +47,16 @@ def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
 
 @triton.jit(**ANY_LENGTH)
 def fp8_rows_kernel(
-    x, other, by, out, scale, factor, M, K, stride_xm, stride_other,
-    OTHER: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
+    x, other, by, offsets, out, scale, factor, M, K, G, stride_xm, stride_other,
+    OTHER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PTX: tl.constexpr,
 ):
-    """A token for each program, which holds BLOCK_K of its columns; the others it reads twice."""
+    """A token for each program, which holds BLOCK_K of its columns; the others it reads twice. With ``offsets`` each expert has
+    its own ``by``."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     x += t * stride_xm
+    if offsets is not None:
+        by += tl.minimum(adapter_of(t, None, offsets, M, G, BLOCK_G), G - 1).to(tl.int64) * K
     if other is not None:
         other += t * stride_other
     first = _columns(x, other, by, factor, k, K, OTHER)
@@ -91,7 +95,7 @@ def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
 def fp8_gemm_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
-    BN: tl.constexpr, BK: tl.constexpr,
+    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
     """Where there is no TMA; with it the product is that of kernels/gemm.py."""
@@ -111,8 +115,9 @@ def fp8_gemm_kernel(
         at_w += BLOCK_K * stride_wk
     if not BK:
         acc *= _scale_at(x_scale, w_scale, t, n, 0, M, N, groups, BN, 1)
-    acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N)
+    if h is not None:
+        acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
+    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
 
 
 @triton.jit

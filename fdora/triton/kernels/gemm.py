@@ -48,7 +48,7 @@ def sum_by_tma(
 
 
 @triton.jit
-def _slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl.constexpr):
+def slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl.constexpr):
     for i in range(steps):
         wt = right.load([col, i * BLOCK_K]).T if TRANS_B else right.load([i * BLOCK_K, col])
         acc = tl.dot(left.load([row, i * BLOCK_K]), wt, acc)
@@ -56,17 +56,18 @@ def _slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl
 
 
 @triton.jit
-def _scaled_codes(
+def scaled_codes(
     x, w, x_scale, w_scale, row, col, M, N, K, groups,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, down=0, along=0,
 ):
     """x w^T of e4m3 codes, times their scales. Where each BLOCK_K columns of x have their own, the sum is kept in units of the
     scale of the next: beside a second sum registers would hold half a tile, and no second program. In units of a scale far
-    below others the sum might not be finite, so none counts as less than LEAST of the largest before it."""
+    below others the sum might not be finite, so none counts as less than LEAST of the largest before it. W begins at row
+    ``down`` and column ``along`` of w."""
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BK:
-        at_w = w_scale + (col // BN).to(tl.int64) * groups
+        at_w = w_scale + ((down + col) // BN).to(tl.int64) * groups + along // BK
         scale = tl.maximum(_scale_of(x_scale, at_w, t, t < M), 1e-30)  # never 0: sums are divided by it
         least = scale * LEAST
         for k0 in range(0, K, BLOCK_K):
@@ -74,15 +75,15 @@ def _scaled_codes(
             following = _scale_of(x_scale + after // BLOCK_K * M, at_w + after // BK, t, t < M)  # on its way meanwhile
             least = tl.maximum(least, following * LEAST)
             following = tl.maximum(following, least)
-            acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc) * (scale / following)[:, None]
+            acc = tl.dot(x.load([row, k0]), w.load([down + col, along + k0]).T, acc) * (scale / following)[:, None]
             scale = following
         acc *= scale[:, None]
     else:
         for k0 in range(0, K, BLOCK_K):
-            acc = tl.dot(x.load([row, k0]), w.load([col, k0]).T, acc)
+            acc = tl.dot(x.load([row, k0]), w.load([down + col, along + k0]).T, acc)
         acc *= tl.load(x_scale + t, mask=t < M, other=0.0)[:, None]
         if w_scale is not None:
-            acc *= tl.load(w_scale + n // BN, mask=n < N, other=0.0)[None, :]
+            acc *= tl.load(w_scale + (down + n) // BN, mask=n < N, other=0.0)[None, :]
     return acc
 
 
@@ -107,21 +108,21 @@ def gemm_tma_kernel(
             # earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
         if x_scale is not None:
-            acc = _scaled_codes(x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = scaled_codes(x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K)
             if seed is not None:  # of what is dropped alone
                 keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
                 acc = tl.where(keep, 0.0, acc)
             if ONE_SLAB:
                 acc = tl.dot(h.load([row, 0]), b.load([col, 0]).T, acc)
-            else:
-                acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
+            elif h is not None:
+                acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
         elif seed is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            acc = _slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
+            acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
             if x_masked is not None:
-                acc = _slabs(acc, x_masked, w, row, col, steps_k, TRANS_B, BLOCK_K)
+                acc = slabs(acc, x_masked, w, row, col, steps_k, TRANS_B, BLOCK_K)
             acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
-            acc = _slabs(acc, x, w, row, col, steps_k, TRANS_B, BLOCK_K)
+            acc = slabs(acc, x, w, row, col, steps_k, TRANS_B, BLOCK_K)
         else:
             acc = sum_by_tma(x, w, h, b, row, col, steps_k, steps_r, TRANS_B, BLOCK_M, BLOCK_N, BLOCK_K)
         ends = (out, pre_scale, residual if EPILOGUE != "dropped" else (residual, p), m, c, bias)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.gemm import finish_tma
+from fdora.triton.kernels.gemm import finish_tma, scaled_codes, slabs
 from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
 from fdora.triton.kernels.multi_rows import drop_by_segments
 from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
@@ -84,6 +84,34 @@ def multi_gemm_tma_kernel(
                 ends = (out, pre_scale, None, g, (ids, first, last), bias)
                 finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit(launch_metadata=launched)
+def multi_codes_kernel(
+    x, w, x_scale, w_scale, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, route, M, N, K, R, groups,
+    SPAN, W_SPAN, K_SPAN, BIAS_SPAN, MOST, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """EXPERTS, x and w of codes: so many rows, W_SPAN, or columns, K_SPAN, of w from one W to the next."""
+    rows = tl.load(route + ROUTE * MOST) * BLOCK_M
+    if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(N, BLOCK_N):
+        return
+    row, col = tile_of_product(tl.program_id(0), rows, N, BLOCK_M, BLOCK_N, GROUP_M)
+    record = route + ROUTE * (row // BLOCK_M)
+    own, last, row = tl.load(record), tl.load(record + 1), tl.load(record + 3)
+    acc = scaled_codes(
+        x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K, own * W_SPAN, own * K_SPAN
+    )
+    acc = slabs(acc, h, b, row, own * SPAN + col, tl.cdiv(R, BLOCK_R), True, BLOCK_R)
+    finish_tma(
+        acc,
+        (
+            (out, out_at), pre_scale if pre_scale is None else (pre_scale, pre_scale_at), None, g, (None, own, own),
+            bias if bias is None else bias + tl.cast(own, tl.int64) * BIAS_SPAN,
+        ),
+        row, col, last, N, "segments", EPILOGUE_SUBTILE, "rows",
+    )
 
 
 @triton.jit

@@ -128,6 +128,7 @@ COSTS = {
     "hash_kernel": Work("A B out"),
     "lost_kernel": Work("m c"),  # of lost rows there are few, if any
     "merge_kernel": Work("W A B out", "N K R A"),
+    "multi_codes_kernel": Work("x x_scale w w_scale h b out pre_scale g", "M N K x, M N R h"),
     "multi_count_kernel": Work("ids counts"),
     "multi_drop_kernel": Work("x out"),
     "multi_epilogue_kernel": Work("v h b out pre_scale g", "M N R h"),

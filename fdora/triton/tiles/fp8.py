@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.few import LIMIT
-from fdora.triton.tiles.product import FUSED, SHARED, Ask, together
+from fdora.triton.tiles.product import FUSED, SHARED, Ask, grouped_config, together
 from fdora.triton.tiles.waves import Fit, Tile, fused_us, gpu_of
 
 # BLOCK_M, BLOCK_N, warps, and a share of the rate there: of programs that walk over tiles, and of two that share an SM
@@ -34,6 +34,18 @@ def fp8_config(of: Ask, rows: int, columns: int) -> GemmConfig | None:
     if not of.tma or (columns and rows % 128):
         return None
     return _fastest(of, columns > 0)
+
+
+@lru_cache(4096)
+def grouped_fp8(of: Ask, groups: int, rows: int, columns: int) -> GemmConfig | None:
+    """Of a product where each group of rows has a W of its own, which is never decoded where it lies as TMA wants. The tile of
+    half the columns in half precision: no GPU has timed it."""
+    if not of.tma or not 90 <= of.capability < 120 or (columns and (rows % 128 or columns % 128)):
+        return None
+    found = grouped_config(of._replace(K=of.K // 2), groups)
+    stages = found.num_stages * found.BLOCK_K // 64
+    found = found._replace(BLOCK_K=128, persistent=False, num_stages=min(6, stages))
+    return found._replace(BLOCK_M=min(128, found.BLOCK_M), BLOCK_N=min(128, found.BLOCK_N)) if columns else found
 
 
 @lru_cache(4096)
