@@ -81,6 +81,7 @@ QUANT = {
     "cut": "(W, *, rows=None, columns=None)",
     "from_bnb": "(weight, quant_state=None)",
     "from_bnb_int8": "(weight, scb=None, *, dtype=torch.float16)",
+    "from_mxfp8": "(weight, scale, *, dtype=torch.bfloat16)",
     "from_fp8": "(weight, scale, block=None, *, dtype=torch.bfloat16)",
     "from_gptq": "(qweight, qzeros, scales, g_idx=None, *, bits=4, version=1, dtype=None)",
     "from_hqq": "(W_q, meta=None)",

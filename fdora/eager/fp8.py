@@ -21,6 +21,7 @@ from fdora.quant import Codes8, QuantWeight
 
 BLOCK = 128  # columns of x under one scale where W has scales of blocks
 LARGEST = 448.0
+MX = 32  # columns under one scale where W is MXFP8
 
 
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -35,8 +36,20 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :K], each
 
 
+def of_powers(x: Tensor) -> Tensor:
+    """(M, K) -> q(x) float32 where each 32 columns have a power of two for a scale: the least that leaves nothing above 448."""
+    K = x.shape[1]
+    wide = torch.nn.functional.pad(x.float(), (0, -K % MX)).unflatten(1, (-1, MX))
+    largest = wide.abs().amax(2, keepdim=True)
+    fraction, power = torch.frexp(largest / torch.full_like(largest, LARGEST))
+    scale = torch.ldexp(torch.ones_like(largest), (power - (fraction <= 0.5).int()).clamp_min(-126))
+    return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, :K]
+
+
 def rounded(x: Tensor, facts: Codes8) -> Tensor:
     """(M, K) -> q(x) float32."""
+    if facts.block[1] == MX and x.shape[1]:
+        return of_powers(x)
     columns = BLOCK if facts.scale == "block" else max(1, x.shape[1])
     codes, each = quantised(x, columns)
     return codes.float() * each.repeat_interleave(columns, 1)[:, : x.shape[1]]

@@ -152,6 +152,8 @@ def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) 
 
 def check_codes(fn: str, asked: tuple[Any, Any], x: Tensor, weights: dict[str, Any], experts: int, name: str) -> None:
     """Of products of codes. An expert is a cut of them."""
+    if asked[0] == "mxfp8":
+        raise fail(fn, "compute", "None or 'fp8'", "'mxfp8'", "dora_linear has it.")
     check_computes(asked, x, weights, "lora")
     on_gpu(fn, asked, x, name)
     for of, W in weights.items():

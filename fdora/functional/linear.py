@@ -42,7 +42,7 @@ def dora_linear(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
-    compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8"] | None = None,
     grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -80,7 +80,8 @@ def dora_linear(
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
-        On a GPU up to 64 tokens are multiplied by the decoded W, which is faster, and so are shapes without a kernel.
+        On a GPU up to 64 tokens are multiplied by the decoded W, which is faster, and so are shapes without a kernel. "mxfp8":
+        W has e8m0 scales of 32 columns each, and x gets such; Blackwell's tensor cores multiply with them. Never run on a GPU.
       grad_compute: "fp8" does the same in backward, for the same x and W: dz = g dy is rounded to e4m3 for dx's product with
         W, which loses about as much. The gradients of A, B, m and bias read dz itself. A GPU that is neither sm_90 nor sm_100
         decodes W.
@@ -239,28 +240,33 @@ def check_computes(asked: Sequence[Any], x: Tensor, weights: dict[str, Any], mod
 
 
 def _check_compute(fn: str, of: str, compute: Any, x: Tensor, W: Any, mode: str) -> None:
-    if compute != "fp8":
-        raise fail(fn, of, "None or 'fp8'", repr(compute), "None multiplies in the dtype of x.")
+    mx = of == "compute" and compute == "mxfp8"
+    if compute != "fp8" and not mx:
+        want = "None, 'fp8' or 'mxfp8'" if of == "compute" else "None or 'fp8'"
+        raise fail(fn, of, want, repr(compute), "None multiplies in the dtype of x.")
     facts = getattr(W, "facts", None)
     if not isinstance(facts, Codes8) or facts.code != "e4m3" or facts.unit != 1.0:
-        have = f"'fp8' with {f'one of kind {W.kind}' if isinstance(W, QuantWeight) else 'a tensor'}"
+        have = f"{compute!r} with {f'one of kind {W.kind}' if isinstance(W, QuantWeight) else 'a tensor'}"
         raise fail(fn, of, "None for a W that is not of e4m3 codes", have, "Pass fdora.quant.quantize(W, 'fp8') for W.")
-    if facts.scale == "block" and facts.block[1] % 128:
+    if mx and W.kind != "mxfp8":
+        remedy = "Pass fdora.quant.from_mxfp8(codes, scale) for W."
+        raise fail(fn, of, "None for a W that is not MXFP8", f"'mxfp8' with one of kind {W.kind}", remedy)
+    if not mx and facts.scale == "block" and facts.block[1] % 128:
         raise fail(fn, of, "None for scales of so few columns", f"'fp8' with {facts.block}", "Blocks of 128 are served.")
     if x.dtype not in HALF:
-        raise fail(fn, of, "None for an x that is not half precision", f"'fp8' with {name(x.dtype)}", "Cast x and W.")
+        raise fail(fn, of, "None for an x that is not half precision", f"{compute!r} with {name(x.dtype)}", "Cast x and W.")
     if mode == "peft":
         remedy = "It would round two inputs: drop the adapter's alone, with dropout_mode='lora'."
-        raise fail(fn, of, "None for dropout_mode='peft'", "'fp8'", remedy)
+        raise fail(fn, of, "None for dropout_mode='peft'", repr(compute), remedy)
 
 
 def on_gpu(fn: str, asked: Sequence[Any], x: Tensor, backend: str) -> tuple[bool, bool]:
     """Which of them are asked for, where the GPU of x has such products."""
     compute, grad = asked[0] is not None, asked[1] is not None
     if (compute or grad) and backend == "triton" and x.device.type == "cuda":
-        have_8 = not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (8, 9)
-        if not have_8:
-            gpu = torch.cuda.get_device_name(x.device)
-            of = COMPUTES[not compute]
-            raise fail(fn, of, "None on this GPU", f"'fp8' on {gpu}", "It needs an NVIDIA GPU of sm_89 or newer.")
+        least = (10, 0) if asked[0] == "mxfp8" else (8, 9)
+        if torch.version.hip or torch.cuda.get_device_capability(x.device) < least:
+            gpu, at = torch.cuda.get_device_name(x.device), int(not compute)
+            remedy = f"It needs an NVIDIA GPU of sm_{least[0]}{least[1]} or newer."
+            raise fail(fn, COMPUTES[at], "None on this GPU", f"{asked[at]!r} on {gpu}", remedy)
     return compute, grad

@@ -30,7 +30,7 @@ def dora_mlp(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
-    compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8"] | None = None,
     grad_compute: Literal["fp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:

@@ -6,7 +6,7 @@ W.dequantize(rows=slice(0, 128))           # in plain torch
 """
 
 from fdora.quant.bnb import from_bnb, from_bnb_int8
-from fdora.quant.codes8 import Codes8, from_fp8, from_int8, with_transpose
+from fdora.quant.codes8 import Codes8, from_fp8, from_int8, from_mxfp8, with_transpose
 from fdora.quant.cut import cut
 from fdora.quant.gptq import Gptq, from_awq, from_gptq
 from fdora.quant.hqq import Hqq, from_hqq
@@ -42,6 +42,7 @@ __all__ = [
     "from_hqq",
     "from_int8",
     "from_mxfp4",
+    "from_mxfp8",
     "from_nvfp4",
     "from_torchao",
     "opaque",

@@ -66,6 +66,9 @@ def in_trees(W: object) -> bool:
 
 register_kind("int8", dequantize=decode, tensors=("codes", "scales"))
 register_kind("fp8", dequantize=decode, tensors=("codes", "scales", "transposed"))
+register_kind(
+    "mxfp8", dequantize=decode, tensors=("codes", "scales")
+)  # fp8 whose scales are powers of two, for 32 columns each
 
 
 def with_transpose(W: QuantWeight) -> QuantWeight:
@@ -124,6 +127,29 @@ def from_fp8(
     """
     fn = "quant.from_fp8"
     return coded(fn, "fp8", "e4m3", stored(fn, "weight", weight, (torch.float8_e4m3fn,)), scale, block, dtype, 1.0)
+
+
+def from_mxfp8(weight: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> QuantWeight:
+    """``W[n, k] = weight[n, k] * scale[n, k // 32]``: float8_e4m3fn codes with a power of two for each 32 columns.
+
+    Args:
+      weight: (N, K) float8_e4m3fn, or (E, N, K) as for :func:`from_fp8`.
+      scale: (N, ceil(K / 32)) float8_e8m0fnu; with one more axis beside experts.
+      dtype: that the weight stands for.
+
+    Returns:
+      ``QuantWeight`` of kind mxfp8, which ``compute="mxfp8"`` multiplies as it is. It is decoded in float32.
+
+    Raises:
+      FdoraError: a dtype, a shape or a device is another.
+
+    Memory: keeps the caller's codes, and the scales as float32.
+    References: OCP Microscaling Formats (MX) Specification v1.0, 2023.
+    """
+    fn = "quant.from_mxfp8"
+    codes = stored(fn, "weight", weight, (torch.float8_e4m3fn,))
+    check_dtype(fn, "scale", scale, (torch.float8_e8m0fnu,), "Of other scales W is from_fp8(weight, scale, (1, 32)).")
+    return coded(fn, "mxfp8", "e4m3", codes, scale, (1, 32), dtype, 1.0)
 
 
 def from_int8(

@@ -25,15 +25,24 @@ from fdora.triton.codes import groups_of, has_ptx
 from fdora.triton.copy import in_dtype, stacked
 from fdora.triton.dropout import drop
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, Scales, by_tma, gemm
-from fdora.triton.kernels.fp8 import fp8_blocks_kernel, fp8_gemm_kernel, fp8_rows_kernel, turn_kernel
+from fdora.triton.kernels.fp8 import (
+    fp8_blocks_kernel,
+    fp8_gemm_kernel,
+    fp8_rows_kernel,
+    mx_gemm_kernel,
+    mx_rows_kernel,
+    turn_kernel,
+)
 from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
+from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
+from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import fp8_config, grouped_fp8
 from fdora.triton.tiles.product import Ask
 
-BLOCK, TOKENS, ALL, TURNED = 128, 16, 1 << 30, 128
+BLOCK, TOKENS, ALL, TURNED, MX = 128, 16, 1 << 30, 128, 32
+TILE_OF_MX = GemmConfig(False, 128, 128, 128, 8, False, False, 8, 3)  # no GPU has timed it
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 FORWARD = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
 BACKWARD = "dz as e4m3 codes, one fused product of codes for dx"
@@ -70,6 +79,23 @@ def quantised(
     return out, scale
 
 
+def columns_of(W: Any) -> int:
+    """Of x that share a scale in a product with W; 0: all."""
+    return 0 if W.form.scale != "block" else min(BLOCK, W.form.block[1])
+
+
+def x_of(plan: Builder, x: Array, W: Any) -> tuple[Array, Array]:
+    """x as codes for a product with W."""
+    if columns_of(W) != MX:
+        return quantised(plan, x, columns_of(W) > 0)
+    (M, K), groups = x.shape, cdiv(x.shape[1], MX)
+    out, scale = plan.temp((M, K), E4M3), plan.temp((M, groups), torch.uint8)
+    args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K, "groups": groups}
+    args |= {"PTX": has_ptx(plan.device.capability), "BLOCK_M": TOKENS, "BLOCK": BLOCK}
+    plan.launch(mx_rows_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), args)
+    return out, scale
+
+
 def scaled_by(W: Any) -> tuple[int, int]:
     """Rows and columns of W that have one scale; no columns: a row has one."""
     return W.form.block if W.form.scale == "block" else (1 if W.form.scale == "row" else ALL, 0)
@@ -78,6 +104,8 @@ def scaled_by(W: Any) -> tuple[int, int]:
 def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None) -> GemmConfig | None:
     """The tile of a forward by such a product; None where W is decoded."""
     (N, K), on = W.shape, plan.device
+    if columns_of(W) == MX:
+        return TILE_OF_MX if x.shape[0] > LIMIT and (on.capability >= 100 or INTERPRETED) else None
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
     tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
     return fp8_config(Ask(x.shape[0], N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
@@ -112,7 +140,7 @@ def y_of_codes(
     given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x8.shape[0], **named("N K", W.shape)}
     r = h.shape[1] if h else 0
     given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r)))}
-    plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
+    plan.launch(mx_gemm_kernel if columns == MX else fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
 def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:

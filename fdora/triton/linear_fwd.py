@@ -12,7 +12,7 @@ from fdora.triton.copy import copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
-from fdora.triton.fp8 import FORWARD, Low, quantised, tile_of_codes, y_of_codes
+from fdora.triton.fp8 import FORWARD, Low, columns_of, tile_of_codes, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
@@ -52,18 +52,18 @@ def forward(
     if at_once:  # one product reads x once
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
-    how, rounded = "nothing", dict[bool, tuple[Array, Array]]()
+    how, rounded = "nothing", dict[int, tuple[Array, Array]]()
     for la, s, each, tile, small, with_norm in zip(layers, scalars, out, codes, few, inside, strict=True):
         if each.c is not None:
             la = la._replace(c=each.c)
         if tile is not None:
             if not at_once:
                 plan.product(each.h, drop(plan, x, la.seed, dropout.p), in_dtype(plan, la.A, x.dtype).T, s)
-            blocks = la.W.form.scale == "block"
-            if blocks not in rounded:
-                rounded[blocks] = quantised(plan, x, blocks)
+            columns = columns_of(la.W)
+            if columns not in rounded:
+                rounded[columns] = x_of(plan, x, la.W)
             low, end = Low(each.h, in_dtype(plan, la.B, x.dtype)), Epilogue("scale", la.m, la.c, la.bias)
-            y_of_codes(plan, each.y, rounded[blocks], la.W, tile, low, end, each.pre_scale)
+            y_of_codes(plan, each.y, rounded[columns], la.W, tile, low, end, each.pre_scale)
             how = FORWARD
         elif la.A is None:
             _frozen_forward(plan, x, la, each.y)

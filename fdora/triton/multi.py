@@ -31,7 +31,7 @@ from fdora._records import Bank, BankNeeds
 from fdora.quant import QuantWeight
 from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.fp8 import grouped_forward, grouped_tile, quantised, tile_of_codes, y_of_codes
+from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, x_of, y_of_codes
 from fdora.triton.multi_bwd import Given, Out, backward, stack_in
 from fdora.triton.multi_gemm import (
     Right,
@@ -175,7 +175,7 @@ def _by_segments(plan: Builder, x: Array, bank: Any, codes: GemmConfig | None, o
 
 def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> None:
     """x W^T of codes."""
-    y_of_codes(plan, out, quantised(plan, x, W.form.scale == "block"), W, config)
+    y_of_codes(plan, out, x_of(plan, x, W), W, config)
 
 
 @maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD)

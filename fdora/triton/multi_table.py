@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fdora.triton.copy import in_dtype, operand, stacked
-from fdora.triton.fp8 import FORWARD, Low, quantised, y_of_codes
+from fdora.triton.fp8 import FORWARD, Low, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.multi_table import multi_table_kernel
 from fdora.triton.multi_gemm import block_of, has_columns, joined
@@ -56,7 +56,6 @@ def multi_table(
     plan.launch(multi_table_kernel, (tiles + (G + 1) * cdiv(N, block_n),), given, bank)
     end = Epilogue("table", g, owner, bank.bias)
     if codes is not None:
-        x8 = quantised(plan, x, bank.W.form.scale == "block")
-        y_of_codes(plan, y, x8, bank.W, codes, Low(masked, clean), end, pre_scale)
+        y_of_codes(plan, y, x_of(plan, x, bank.W), bank.W, codes, Low(masked, clean), end, pre_scale)
         return FORWARD
     return scaled_product(plan, y, x, masked, bank.W, clean, end, pre_scale)

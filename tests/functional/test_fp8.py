@@ -16,7 +16,7 @@ from fdora.functional import (
     dora_norm,
     dora_stack,
 )
-from fdora.quant import cut, quantize, with_transpose
+from fdora.quant import cut, from_mxfp8, quantize, with_transpose
 from tests import device
 from tests.close import rel_l2
 from tests.memory import saved
@@ -286,6 +286,54 @@ def test_a_gated_mlp_rounds_what_each_layer_reads(p):
     assert rel_l2(of[0][0], of[2][0]) > 0.01
 
 
+def of_powers(W):
+    """W as MXFP8: e4m3 codes, and e8m0 scales of 32 columns."""
+    wide = W.float().unflatten(1, (-1, 32))
+    scale = torch.exp2((wide.abs().amax(2) / 448).log2().ceil())
+    codes = (wide / scale[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    return from_mxfp8(codes, scale.to(torch.float8_e8m0fnu), dtype=W.dtype)
+
+
+def rounded_to_powers(x):
+    parts = []
+    for part in x.double().split(32, -1):
+        largest = part.abs().amax(-1, keepdim=True)
+        a = torch.exp2((largest / 448).log2().ceil())
+        v = part / a.where(largest > 0, 1.0)
+        step = torch.exp2(v.abs().clamp_min(2.0**-6).log2().floor() - 3)
+        parts.append((v / step).round() * step * a.where(largest > 0, 0.0))
+    return torch.cat(parts, -1)
+
+
+def mx_layer(N, K, r, dtype=BF16):
+    W, A, B, m = layer("row", N, K, r, dtype)
+    return of_powers(W.dequantize()), A, B, m
+
+
+@pytest.mark.skipif(
+    "device.NAME == 'cuda' and torch.cuda.get_device_capability() < (10, 0)", reason="Blackwell has the products"
+)
+def test_scales_of_powers_of_two():
+    """compute="mxfp8" rounds x alone; backward is that of the decoded weight; other weights and gradients are refused."""
+    W, A, B, m = mx_layer(72, 320, 4)
+    x, c, dy = x_of(90, K=320), dora_norm(W, A, B, s=S), torch.randn(90, 72, device=device.NAME, dtype=BF16)
+    with torch.no_grad():
+        x[0], x[1, :64] = 0, 448 * 2.0**-9
+    y, plain = (dora_linear(x, W, A, B, m, s=S, norm=c, compute=how) for how in ("mxfp8", None))
+    base = rounded_to_powers(x.detach()) @ W.dequantize(torch.float64).T
+    want = (m.double() / c.double()) * (base + S * x.double() @ A.double().T @ B.double().T)
+    assert rel_l2(y.detach(), want.detach()) < 3e-3 and 0.005 < rel_l2(y.detach(), plain.detach()) < 0.04
+    grads = [torch.autograd.grad(t, [x, A, B], dy) for t in (y, plain)]
+    assert all(map(same, *grads))
+    for other in (layer("row", 72, 320)[0], quantize(W.dequantize(), "fp8", block=(1, 32))):
+        with pytest.raises(
+            FdoraError, match="`compute` must be None for a W that is not MXFP8, got 'mxfp8' with one of kind fp8"
+        ):
+            dora_linear(x, other, A, B, m, s=S, compute="mxfp8")
+    with pytest.raises(FdoraError, match="`grad_compute` must be None or 'fp8', got 'mxfp8'"):
+        dora_linear(x, W, A, B, m, s=S, grad_compute="mxfp8")
+
+
 def test_a_row_of_zeros_a_nan_and_numbers_that_are_hardly_there():
     W, A, B, m = layer()
     x = x_of(4).detach()
@@ -347,7 +395,7 @@ def test_what_is_refused():
         with pytest.raises(FdoraError, match=match):
             dora_linear(x, W, A, B, m, s=S, **{"compute": "fp8"} | options)
 
-    refused("`compute` must be None or 'fp8', got 'int8'", compute="int8")
+    refused("`compute` must be None, 'fp8' or 'mxfp8', got 'int8'", compute="int8")
     refused("`compute` must be None for a W that is not of e4m3 codes, got 'fp8' with a tensor", W.dequantize())
     refused("got 'fp8' with one of kind int8. Pass fdora.quant.quantize", quantize(W.dequantize(), "int8"))
     refused(r"for scales of so few columns, got 'fp8' with \(16, 32\)", quantize(W.dequantize(), "fp8", block=(16, 32)))

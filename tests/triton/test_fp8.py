@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.eager.fp8 import quantised
 from fdora.functional import (
+    DoraLayer,
     dora_experts,
     dora_experts_mlp,
     dora_linear,
@@ -16,7 +17,7 @@ from fdora.functional import (
     dora_norm,
     explain,
 )
-from fdora.quant import Codes8, with_transpose
+from fdora.quant import Codes8, QuantWeight, with_transpose
 from fdora.triton import fp8, multi
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
@@ -24,7 +25,7 @@ from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.close import rel_l2
-from tests.functional.test_fp8 import S, bank, experts, layer, members, rounded, x_of
+from tests.functional.test_fp8 import S, bank, experts, layer, members, mx_layer, rounded, x_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
@@ -278,6 +279,50 @@ def test_banks_and_experts_in_compiled_code(by):
             results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), inputs)])
         for got, want in zip(*results, strict=True):
             assert (got - want).norm() <= 1e-3 * want.norm()  # an adapter has no tokens
+
+
+@pytest.mark.skipif(
+    "device.NAME == 'cuda' and torch.cuda.get_device_capability() < (10, 0)", reason="Blackwell has the products"
+)
+@needs_kernels
+@pytest.mark.parametrize("M, N, K, r", [(5, 72, 320, 20), (130, 72, 320, 20), (300, 200, 75, 80)])
+def test_the_same_scales_of_powers_of_two(M, N, K, r):
+    """Of one layer, of two on one x, and of two adapters; a K that is no multiple of 32 leaves a shorter run."""
+    t = mx_layer(N, -(-K // 32) * 32, r, HALF)
+    W = QuantWeight("mxfp8", (t[0].tensors[0][:, :K].contiguous(), t[0].tensors[1]), (N, K), HALF, t[0].facts)
+    A, B, m = t[1].detach()[:, :K].contiguous().requires_grad_(), *t[2:]
+    x, c, dy = x_of(M, K=K, dtype=HALF), dora_norm(W, A, B, s=S), torch.randn(M, N, device=device.NAME, dtype=HALF)
+    ends = torch.tensor([M // 2, M - 2], dtype=torch.int32, device=device.NAME)
+    two = {"s": [S, -S], "norm": torch.stack([c, c]), "offsets": ends}
+    la = DoraLayer(W, A, B, m, S, norm=c)
+    for call in (
+        lambda **how: dora_linear(x, W, A, B, m, s=S, norm=c, **how),
+        lambda **how: sum(dora_linear_group(x, [la, la], **how)),
+        lambda **how: dora_linear_multi(x, W, *(torch.stack([v, v]) for v in (A, B, m)), **two, **how),
+    ):
+        results = []
+        for backend, how in (("triton", "mxfp8"), ("eager", "mxfp8" if M > LIMIT else None)):
+            y = call(backend=backend, compute=how)
+            results.append([y.detach(), *torch.autograd.grad(y, [x, A, B, m], dy)])
+        assert all(rel_l2(got, want) < 3e-3 for got, want in zip(*results, strict=True))
+
+
+@pytest.mark.skipif("INTERPRETED", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET")
+@pytest.mark.parametrize("target", [100, 120])
+def test_scales_of_powers_of_two_compile(target, tmp_path):
+    """By the tensor cores' own products with scales; on sm_90 W is decoded."""
+    N = K = 4096
+    W, vector = Coded((N, K), Codes8("e4m3", "block", (1, 32), 1.0)), alike(N, dtype=FP32)
+    x, codes, scales = alike(4096, K, dtype=BF16), alike(N, K, dtype=torch.float8_e4m3fn), alike(N * K // 32, dtype=FP32)
+    likes = [x, None, alike(64, K, dtype=BF16), alike(N, 64, dtype=BF16), vector, vector, None, None, codes, scales]
+    plan, hopper = (
+        plan_forward(likes, gpu(d), 0.0, "lora", ("output",), True, *written([W]), False, True) for d in (target, 90)
+    )
+    assert not launches(hopper, "mx") and len(launches(plan, "mx")) == 2 and plan.path.startswith(fp8.FORWARD)
+    for step in launches(plan, "mx"):
+        made = build(step, target)
+        assert_fits(made, target, tmp_path)
+        assert ("block_scale" in made.asm["ptx"]) == (step.kernel.__name__ == "mx_gemm_kernel")
 
 
 SHAPES = [  # tokens, N, K, r, scales, their blocks
