@@ -28,6 +28,10 @@ class Weight:
     dtype: torch.dtype
     requires_grad: Any
     device: Any
+    tensors: Any
+    """What is stored."""
+    spec: Any
+    """All else: hashable."""
 
 
 def fail(fn: str, arg: str, want: str, have: object, remedy: str) -> FdoraError:
@@ -204,11 +208,14 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     for s in scalars:
         if (type(s) is not float and type(s) is not int) or s - s != 0:
             return None
+    coded = [t for t in tensors if isinstance(t, Weight)]
+    if coded:
+        tensors = (*[None if isinstance(t, Weight) else t for t in tensors], *[t for w in coded for t in w.tensors])
     try:
         found = _facts.facts(tensors)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
         return None
-    return None if found is None else (fn, found)
+    return None if found is None else (fn, found, *[w.spec for w in coded])
 
 
 def once(
