@@ -7,6 +7,7 @@ every call. One that skipped it, because *its* A and B did not change, would lea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from fdora.eager._matmul import is_real as is_real
 from fdora.eager.norm import WORDS as WORDS
 from fdora.eager.norm import scale as scale
 from fdora.eager.norm import smallest_bytes
+from fdora.eager.tree import OneByOne
 from fdora.quant import QuantWeight
+from fdora.quant.codes8 import in_trees
 
 AnyWeight = Tensor | QuantWeight
 
@@ -62,6 +65,16 @@ def _as_constants(op: str, of: NormOf, backend: str, *more: Tensor) -> Any:
         if isinstance(of.W, QuantWeight):
             return getattr(quant, op)(of, *more, backend=backend)
         return getattr(OPS[backend], op)(of, *more)
+
+
+def tree_layers(
+    W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int], backend: str
+) -> Any:
+    """Some layers of a tree: in few launches where the backend reads all of their weights, else one after the other."""
+    coded = [w for w in W if isinstance(w, QuantWeight)]
+    if not coded or (backend == "triton" and all(map(in_trees, coded))):
+        return OPS[backend].TreeLayers(W, A, B, s, at)
+    return OneByOne(s, at, partial(row_norm, backend=backend), partial(guarded_norm, backend=backend))
 
 
 def kept_norms(layers: Sequence[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor]]) -> Sequence[Tensor]:

@@ -19,7 +19,6 @@ from fdora.eager._fingerprint import fingerprint
 from fdora.eager._matmul import acc_dtype, is_plain
 from fdora.eager.norm import blocks, default_bytes
 from fdora.eager.norm import smallest_bytes as dense_bytes
-from fdora.eager.tree import OneByOne
 from fdora.quant import QuantWeight
 from fdora.quant.part import experts_of
 from fdora.quant.quantize import Rows, bounds_of, quantize_rows
@@ -81,11 +80,6 @@ def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wa
         return _by_rows(NormOf(W, A[e], B[e], s), lambda i, j: rows(e * N + i, e * N + j), parts, OPS[backend].norm_fwd)
 
     return torch.stack([of(e) for e in range(E)])
-
-
-def tree_layers(s: Sequence[float], at: Sequence[int], backend: str) -> OneByOne:
-    """The quantised weights of a tree; of dense ones a backend has all in few launches."""
-    return OneByOne(s, at, partial(norm_fwd, backend=backend), partial(norm_guarded, backend=backend))
 
 
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:

@@ -15,12 +15,6 @@ from fdora.eager.norm import norm_fwd, norm_guarded
 WORDS = 16  # of the 256 that one norm has the last are all zero
 
 
-def guarded(of: NormOf, c: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """norm_guarded for so many words."""
-    c, now = norm_guarded(of, c, pad(seen, (0, WORDS_OF_ONE - WORDS)))
-    return c, now[:WORDS]
-
-
 class OneByOne:
     """Some layers, all on one device, with what computes the norm of one. ``at`` is where the c of each begins."""
 
@@ -34,8 +28,10 @@ class OneByOne:
 
     def guarded(self, W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor], old: Norms, new: Norms) -> None:
         """Writes new, which may be old: norms of before where the bits of A, B and s are."""
+        words = old.words.shape[1]
         for j, (of, part) in enumerate(self._each(W, A, B)):
-            new.c[part], new.words[j] = self.norm_guarded(of, old.c[part], old.words[j])
+            new.c[part], now = self.norm_guarded(of, old.c[part], pad(old.words[j], (0, WORDS_OF_ONE - words)))
+            new.words[j] = now[:words]
 
     def _each(self, W: Sequence[Any], A: Sequence[Tensor], B: Sequence[Tensor]) -> Iterator[tuple[NormOf, slice]]:
         for w, a, b, s, i in zip(W, A, B, self.s, self.at, strict=True):
@@ -46,4 +42,4 @@ class TreeLayers(OneByOne):
     """Dense ones."""
 
     def __init__(self, W: Sequence[Tensor], A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[float], at: Sequence[int]):
-        super().__init__(s, at, norm_fwd, guarded)
+        super().__init__(s, at, norm_fwd, norm_guarded)

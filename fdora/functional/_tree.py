@@ -13,13 +13,14 @@ from torch import Tensor
 from fdora._check import FdoraError, check_weights
 from fdora._dispatch import Backend, forced
 from fdora._records import Norms
-from fdora.autograd import quant
 from fdora.autograd._ops import OPS
 from fdora.autograd.norm import WORDS as WORDS_OF_ONE
+from fdora.autograd.norm import tree_layers
 from fdora.functional.backend import select_backend
 from fdora.quant import QuantSpec, QuantWeight
+from fdora.quant.codes8 import in_trees
 
-WORDS = 16  # of a fingerprint, for each weight that is a tensor
+WORDS = 16  # of a fingerprint, for each weight that is a tensor or 8-bit codes
 ALIGN = 32  # numbers: each c begins at 128 bytes
 
 
@@ -34,7 +35,7 @@ class Leaves(NamedTuple):
 
 
 class Part:
-    """The leaves of one device and dtype of c, quantised ones apart, and where each c begins in their buffer."""
+    """The leaves of one device and dtype of c, other codes than 8-bit ones apart, and where each c begins in their buffer."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, coded: bool, places: list[int], W: Sequence[Any]):
         self.device, self.dtype, self.coded, self.places = device, dtype, coded, places
@@ -64,7 +65,7 @@ class Part:
 def parts_of(W: Sequence[Any]) -> list[Part]:
     found: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for i, w in enumerate(W):
-        coded = isinstance(w, QuantWeight)
+        coded = isinstance(w, QuantWeight) and not in_trees(w)
         found.setdefault((w.device, torch.promote_types(w.dtype, torch.float32), coded), []).append(i)
     return [Part(*key, places, W) for key, places in found.items()]
 
@@ -74,11 +75,8 @@ def tables(W: list, A: list, B: list, scales: list, backend: Backend = "auto") -
     parts = parts_of(W)
     for part in parts:
         choice = select_backend(W[part.places[0]], backend=backend)
-        layers = part.of(scales)
-        if part.coded:
-            part.layers = quant.tree_layers(layers, part.at, choice.name)
-        else:
-            part.layers = OPS[choice.name].TreeLayers(*(part.of(leaves) for leaves in (W, A, B)), layers, part.at)
+        w, a, b, s = (part.of(leaves) for leaves in (W, A, B, scales))
+        part.layers = tree_layers(w, a, b, s, part.at, choice.name)
     return parts
 
 
@@ -94,7 +92,8 @@ def plan(fn: str, leaves: Leaves, backend: Backend) -> list[Part]:
     tensors = [*W, *A, *B]
     if QuantWeight in map(type, W):
         coded = [(i, w.spec) for i, w in enumerate(W) if isinstance(w, QuantWeight)]
-        tensors = [t for t in tensors if not isinstance(t, QuantWeight)]
+        each = [t.tensors if isinstance(t, QuantWeight) else (t,) for t in tensors]
+        tensors = [t for stored in each for t in stored if t is not None]
     pointers = list(map(Tensor.data_ptr, tensors))
     # Kinds before values: two lists are compared up to where they differ, and tensors among the values have no truth.
     key: list = [backend, forced(), pointers, list(map(type, scales)), scales, list(map(Tensor.stride, tensors))]

@@ -29,9 +29,9 @@ class NormTreeState(NamedTuple):
     c: Any
     """The structure of weights, (N,) at each leaf; views of buffers."""
     buffers: tuple[Tensor, ...]
-    """All c of one device and dtype behind each other, those of quantised weights apart."""
+    """All c of one device and dtype behind each other, those of other codes than 8-bit ones apart."""
     fingerprint: tuple[Tensor, ...]
-    """(weights, 16) int64 for each buffer, (weights, 256) of quantised ones."""
+    """(weights, 16) int64 for each buffer, (weights, 256) of these codes."""
 
 
 def dora_norm_tree_state(weights: Any) -> NormTreeState:
@@ -46,7 +46,7 @@ def dora_norm_tree_state(weights: Any) -> NormTreeState:
     Raises:
       FdoraError: a leaf is not a floating matrix; the message names its path.
 
-    Memory: N numbers and 128 bytes for each weight, 2 KB for a quantised one; keeps nothing for backward.
+    Memory: N numbers and 128 bytes for each weight, 2 KB for one of other codes than 8-bit ones; keeps nothing for backward.
     References: none; it is bookkeeping of this library.
     """
     fn = "dora_norm_tree_state"
@@ -72,8 +72,8 @@ def dora_norm_tree(
     """Row norms of all adapted weights of a model: ``c = ||W + s * B @ A||`` at each leaf, as :func:`dora_norm` has it.
 
     On a GPU all weights of one device take three launches together, however many they are and whatever their shapes, ranks
-    and dtypes, and quantised ones a few each; where nothing changed since ``state`` they are the bits of A and B that are
-    read, and no weight.
+    and dtypes, 8-bit codes one more, and other quantised ones a few each; where nothing changed since ``state`` they are the
+    bits of A and B that are read, and no weight.
 
         state = dora_norm_tree_state(weights)
         state = dora_norm_tree(weights, params, s=s, state=state)  # in every forward

@@ -14,8 +14,9 @@ from fdora import _facts, _plain
 from fdora._dispatch import forced
 from fdora._norm_cache import NormCache
 from fdora.functional._tree import kept_norms, no_norms, tables
+from fdora.quant import QuantWeight
 
-Found = list[tuple[Any, Tensor, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s
+Found = list[tuple[Any, Any, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s; W may be a QuantWeight of 8-bit codes
 
 
 class Run(NamedTuple):
@@ -25,6 +26,7 @@ class Run(NamedTuple):
     table: Table
     c: Sequence[Tensor]
     versions: tuple[int, ...]  # of all W, all A and all B
+    of_scales: tuple[int, ...]  # the same
     captured: bool  # whether its kernels went into a CUDA graph
 
 
@@ -34,44 +36,55 @@ class Table:
     def __init__(self, found: Found):
         kepts, W, A, B, s = map(list, zip(*found, strict=True))
         self.kepts = list(map(weakref.ref, kepts))
-        tensors: list[Tensor] = [*W, *A, *B]
+        stored: list[tuple[Any, ...]] = [w.tensors if isinstance(w, QuantWeight) else (w,) for w in W]
+        tensors: list[Tensor] = [*[codes for codes, *_ in stored], *A, *B]
         self.count, self.s = len(W), s
         self.tensors = tuple([weakref.ref(t) for t in tensors])
+        coded = [i for i, each in enumerate(stored) if len(each) > 1]
+        self.coded = {place: i for i, place in enumerate(coded)}  # layers whose W are codes
+        self.scales = tuple([weakref.ref(stored[i][1]) for i in coded])
         self.pointers = list(map(Tensor.data_ptr, tensors))
         self.strides = list(map(Tensor.stride, tensors))
         self.forced = forced()  # fdora.backend may ask for another one by the next forward
         self.parts = tables(W, A, B, s)
-        now = _facts.places(self.tensors)  # after the kernels have brought their way to ask for them
+        now = _facts.places(self.tensors + self.scales)  # after the kernels have brought their way to ask for them
         self.key = None if now is None else now[1]
         self.caches = [NormCache(no_norms(part)) for part in self.parts]
 
     def alive(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]] | None:
-        """Its tensors and their versions, if they lie where and as they lay, and the same backend computes."""
-        now = _facts.places(self.tensors)
+        """Its tensors and scales, and their versions, if they lie where and as they lay, and the same backend computes."""
+        now = _facts.places(self.tensors + self.scales)
         return None if now is None or now[1] != self.key or self.forced != forced() else (now[0], now[2])
 
-    def has(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
+    def has(self, i: int, W: Any, A: Tensor, B: Tensor, s: float, run: Run) -> bool:
         """Whether these are the tensors of layer i, as they were when the forward began."""
-        return 0 <= i < self.count and self.s[i] == s and _plain.unchanged((W, A, B), self.tensors, versions, i)
-
-    def has_views(self, i: int, W: Tensor, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
-        """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""
         if not 0 <= i < self.count or self.s[i] != s:
+            return False
+        if isinstance(W, QuantWeight):
+            W, scales, *_ = W.tensors
+            if i not in self.coded or not _plain.unchanged((scales,), self.scales, run.of_scales, self.coded[i]):
+                return False
+        return _plain.unchanged((W, A, B), self.tensors, run.versions, i)
+
+    def has_views(self, i: int, W: Any, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
+        """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""
+        if not 0 <= i < self.count or self.s[i] != s or isinstance(W, QuantWeight):
             return False
         at, strides, tensors = self.pointers[i :: self.count], self.strides[i :: self.count], (W, A, B)
         known = at == [t.data_ptr() for t in tensors] and strides == [t.stride() for t in tensors]
         return known and versions[i :: self.count] == tuple([t._version for t in tensors])
 
     def traced(self) -> list[Tensor] | None:
-        """The norms as ops of the graph that is traced."""
+        """The norms as ops of the graph that is traced; None of codes, which do without."""
         tensors: Any = [ref() for ref in self.tensors]
-        if any([t is None for t in tensors]):
+        if any([t is None for i, t in enumerate(tensors) if i not in self.coded]):
             return None
         W, A, B = (tensors[i : i + self.count] for i in range(0, 3 * self.count, self.count))
         c: Any = [None] * self.count
         for part in self.parts:
-            views = kept_norms(*(part.of(each) for each in (W, A, B, self.s)))
-            for place, view in zip(part.places, views, strict=True):
+            places = [place for place in part.places if place not in self.coded]
+            views = kept_norms(*([each[place] for place in places] for each in (W, A, B, self.s))) if places else ()
+            for place, view in zip(places, views, strict=True):
                 c[place] = view
         return c
 
@@ -87,7 +100,7 @@ class Table:
     @torch.no_grad()
     def run(self, tensors: tuple[Tensor, ...], versions: tuple[int, ...], task: int) -> Run:
         n = self.count
-        made_from = versions[:n], self.shards()
+        made_from = versions[:n], versions[3 * n :], self.shards()
         W, A, B = (tensors[i : i + n] for i in range(0, 3 * n, n))
         wholes, captured = [], False
         for part, cache in zip(self.parts, self.caches, strict=True):
@@ -95,7 +108,7 @@ class Table:
             norms = cache.current(w, made_from, partial(part.layers.guarded, w, a, b))
             wholes.append(norms.c)
             captured = captured or norms is cache.graph
-        return Run(task, self, self.views(wholes), versions, captured)
+        return Run(task, self, self.views(wholes), versions[: 3 * n], versions[3 * n :], captured)
 
     def views(self, wholes: Sequence[Tensor]) -> list[Any]:
         """Each layer's c, out of those of each part."""

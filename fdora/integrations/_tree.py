@@ -206,7 +206,7 @@ class ModelNorms:
         if compiled and run.captured != capturing(W.device):  # of another graph, whose replays this one's do not follow
             return None
         table = run.table
-        if table.has(i, W, A, B, s, run.versions) or (compiled and table.has_views(i, W, A, B, s, run.versions)):
+        if table.has(i, W, A, B, s, run) or (compiled and table.has_views(i, W, A, B, s, run.versions)):
             self.used = True
             return run.c[i]
         with self.lock:

@@ -61,7 +61,7 @@ class Unit:
     def compute(self, moment: int) -> Run:
         nothing = Run(moment, {})
         with self.lock, torch.no_grad():
-            found = [each for each in self.find() if each[0].shard is not None]
+            found = [each for each in self.find() if each[0].shard is not None and isinstance(each[1], Tensor)]
             if len(found) < 2:
                 return nothing
             kepts, W, A, B, s = map(list, zip(*found, strict=True))

@@ -42,13 +42,14 @@ from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.calls import active
 from fdora.integrations._peft.dora import Dora, ours, reused
 from fdora.integrations._peft.layer import Linear, fuse_layer, unfuse_layer
-from fdora.integrations._peft.quantised import warn_of
+from fdora.integrations._peft.quantised import FP8, family, warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.rounded import record, round_base, tied, unround
 from fdora.integrations._peft.sharded import gathers, lies_on_mesh, parts_of
 from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
 from fdora.integrations._shard import lies_in_rows
 from fdora.quant import QuantWeight
+from fdora.quant.codes8 import in_trees
 
 __all__ = [
     "LayerBank",
@@ -361,20 +362,20 @@ def with_norms(layers: Iterable[Any]) -> Iterator[tuple[Any, nn.Linear, str, Dor
     """Those of these modules whose norm is of W as it stands, with their base layer, active adapter and its variant."""
     for layer in layers:
         pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        base = None if pair is None else layer._modules["base_layer"]
-        if pair is not None and type(base) is nn.Linear:
+        base: Any = None if pair is None else layer._modules["base_layer"]
+        if pair is not None and (type(base) is nn.Linear or family(base) == FP8):
             yield layer, base, *pair
 
 
-def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Tensor, Tensor, Tensor, float]]:
+def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Any, Tensor, Tensor, float]]:
     """Those of these modules whose norms can be computed together: KeptNorm, W, A, B and s of each."""
-    found: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
+    found: list[tuple[Any, Any, Tensor, Tensor, float]] = []
     for layer, _, name, variant in with_norms(layers):
         weights, s = weights_of(layer, name, variant), layer.scaling[name]
         if (
             weights is None
             or isinstance(s, Tensor)
-            or any(t.is_inference() for t in weights)
+            or any(t.is_inference() for t in weights if isinstance(t, Tensor))
             or select_backend(weights[0]).name != "triton"
         ):
             continue
@@ -382,7 +383,7 @@ def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Tensor, Tensor, Tensor, f
     return found
 
 
-def weights_of(layer: Any, name: str, variant: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+def weights_of(layer: Any, name: str, variant: Any) -> tuple[Any, Tensor, Tensor] | None:
     """W, A and B as the layer will ask for their norm; under tensor parallelism those of this process."""
     base = layer._modules["base_layer"].weight
     if lies_on_mesh(base):
@@ -390,7 +391,7 @@ def weights_of(layer: Any, name: str, variant: Any) -> tuple[Tensor, Tensor, Ten
         sliced = parts is None or any([cut.length >= 0 for cut in parts.cuts[:2]])  # others in each call
         return None if parts is None or sliced else parts.kept()
     w = variant.weights(layer, name)
-    return None if isinstance(w, str) or isinstance(w.W, QuantWeight) else (w.W, w.A, w.B)
+    return None if isinstance(w, str) or (isinstance(w.W, QuantWeight) and not in_trees(w.W)) else (w.W, w.A, w.B)
 
 
 def shards_of(layers: Iterable[Any], known: Container[int]) -> list[tuple[Any, Any, Any, Any, float]]:

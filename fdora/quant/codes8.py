@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdora._check import check_dtype, check_whole, fail
-from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, register_kind, stored
+from fdora.quant.weight import QuantWeight, check_floating, kind_of, made, matrix, read_as, register_kind, stored
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 E4M3 = "float8_e4m3fn"
@@ -52,6 +52,16 @@ def decode(W: QuantWeight, first: int, last: int) -> Tensor:
     else:
         values = values * spread(scales, facts.block, first, last, W.shape[1])
     return values if facts.unit == 1.0 else values * facts.unit
+
+
+def in_trees(W: object) -> bool:
+    """Whether its norm is computed beside those of dense weights: kernels of many layers read it, each tile with one column of
+    scales."""
+    facts: Any = W.facts if isinstance(W, QuantWeight) and kind_of(W.kind).dequantize is decode else None
+    if not isinstance(W, QuantWeight) or not isinstance(facts, Codes8) or W.dtype == torch.float64:
+        return False
+    _, scales = read_as(W, Codes8, 2)[1]
+    return scales.is_contiguous() and facts.unit == 1.0 and (facts.scale != "block" or facts.block[1] % 128 == 0)
 
 
 register_kind("int8", dequantize=decode, tensors=("codes", "scales"))

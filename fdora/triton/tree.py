@@ -1,8 +1,9 @@
 """The norms of many layers in three launches, whatever their shapes, ranks, dtypes and strides: kernels/tree.py.
 
 The host writes a table of the layers once, and again where a pointer, a shape, a stride or s is another. Layers whose tiles
-run the same code, usually all, share a launch. float32 factors are split into float16 terms inside the kernel: of three
-products each is exact to 2^-22 of |b| |a|, as good as tf32x3, at half precision's speed and for any rank.
+run the same code, usually all, share a launch; 8-bit codes, which are decoded in registers, have one of their own. float32
+factors are split into float16 terms inside the kernel: of three products each is exact to 2^-22 of |b| |a|, as good as
+tf32x3, at half precision's speed and for any rank.
 
 A norm depends on its layer alone: the same bits in another tree, with and without a state.
 """

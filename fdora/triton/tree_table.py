@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import pack, unpack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from fdora.quant import QuantWeight
+from fdora.triton.codes import block_of, code_of, coded_of, has_ptx
 from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.tiles.configs import power_of_two, tree_config
 
-Tensors = Sequence[Tensor]  # of layers: W, A or B of each
+Tensors = Sequence[Tensor]  # of layers: W, A or B of each; a W may be a QuantWeight of 8-bit codes
 Scales = Sequence[float]  # s of each
 FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "W",
@@ -39,15 +41,21 @@ FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "count_b",
     "kind",
     "leaf",
+    "scales",
+    "rows",
+    "columns",
 )
 CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
 MOST = 1024  # layers of a launch, whose item counts a program holds in registers
 KIND = 3  # the eager backend has another: its words never match these
 # what a launch of one kernel is compiled for
 CONSTANTS = (
-    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD"
+    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT CODE BY_BITS PTX "
+    "BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD"
 )
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_DTYPES |= {torch.float8_e4m3fn: tl.uint8, torch.int8: tl.int8}
+ALL = 1 << 30  # rows or columns
 
 
 def rows_of(W: Tensors, A: Tensors, B: Tensors, s: Scales, at: Sequence[int], capability: int) -> tuple[list[Row], int]:
@@ -70,19 +78,28 @@ class Row(NamedTuple):
     split: bool
 
 
-def _row(i: int, W: Tensor, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
-    (N, K), R = W.shape, A.shape[0]
+def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
+    (N, K), R, code, shared = W.shape, A.shape[0], ("", False, False), (0, ALL, ALL)
+    if isinstance(W, QuantWeight):
+        form: Any = coded_of(W).form
+        stored: Any = W.tensors
+        W, scales, *_ = stored
+        code = code_of(form), code_of(form) == "e4m3" and capability < 89, has_ptx(capability)
+        shared = _address(scales), *{"tensor": (ALL, ALL), "row": (1, ALL)}.get(form.scale, block_of(form))
     units = tuple(map(_unit, (W, A, B)))
     even = N % 128 == 0 and K % 128 == 0
     half = A.element_size() == B.element_size() == 2
-    config = tree_config(R, half, W.element_size() == 2, even and all(units), capability)
+    config = tree_config(R, half, W.element_size() <= 2, even and all(units), capability)
+    if code[0] and not (even and all(units)):  # masks of every element beside codes and split factors would spill
+        config = config._replace(BLOCK_N=32)
     dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
     split = torch.float32 in (A.dtype, B.dtype)
-    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *config)
+    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *code, *config)
     sizes, strides = (*map(_address, (W, A, B)), N, K, R), (*W.stride(), *A.stride(), *B.stride())
     items, bits = cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), unpack("i", pack("f", s))[0]
     named_by = KIND + 16 * A.element_size() + 256 * B.element_size()
-    values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i)  # 0: rows_of knows where partials begin
+    # 0: rows_of knows where partials begin
+    values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i, *shared)
     fields = dict(zip(FIELDS, values, strict=True))
     return Row(tuple(map(str, kind)), kind, fields, split)
 

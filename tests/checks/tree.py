@@ -14,10 +14,11 @@ from fdora.functional import (
     dora_init_tree,
     dora_merge,
     dora_merge_tree,
+    dora_norm,
     dora_norm_tree,
     dora_norm_tree_state,
 )
-from fdora.quant import quantize
+from fdora.quant import from_fp8, quantize
 from tests import device, reference
 from tests.make import tensors
 
@@ -342,6 +343,34 @@ def quantised_leaves_among_dense_ones(backend, dtype):
         dora_norm_tree(weights, {"q": params["q"], "v": [params["v"][0], params["v"][0]]}, s=S, backend=backend)
 
 
+def codes_of_8_bits_beside_dense_weights(backend, dtype):
+    """In one buffer with these, whatever shares a scale; a norm is that of the layer by itself, to the rounding of sums."""
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # codes for float64 go by themselves
+    kinds = [("fp8", None), ("fp8", "row"), ("fp8", (128, 128)), ("fp8", (48, 128)), ("int8", "row"), ("int8", (32, 256))]
+    for (N, K, r), adapter in (((66, 257, 24), torch.float32), ((128, 384, 16), dtype)):
+        each = [tensors(N, K, r, dtype=dtype, adapter=adapter, seed=i) for i in range(len(kinds) + 1)]
+        coded = [quantize(t["W"], kind, block=block) for t, (kind, block) in zip(each, kinds, strict=False)]
+        weights, params = [*coded, each[-1]["W"]], [(t["A"], t["B"]) for t in each]
+        state, _ = moved(weights, params, dora_norm_tree_state(weights), backend)
+        assert len(state.buffers) == 1
+        for c, W, (A, B) in zip(state.c, weights, params, strict=True):
+            dense = W if isinstance(W, torch.Tensor) else W.dequantize(torch.float64)
+            torch.testing.assert_close(c.double(), reference.norm(dense, A, B, S), rtol=4e-7, atol=0)
+            torch.testing.assert_close(c, dora_norm(W, A, B, s=S, backend=backend), rtol=4e-7, atol=0)
+        params[2][0][0, 0] += 1
+        assert moved(weights, params, state, backend)[1] == [(2,)]
+        codes, scales = coded[1].tensors
+        weights[1] = from_fp8(codes, 2 * scales, "row", dtype=dtype)  # all else lies where it lay
+        twice = dora_norm_tree(weights, params, s=0.0, backend=backend)[1]
+        torch.testing.assert_close(twice, 2 * dora_norm(coded[1], *params[1], s=0.0, backend=backend), rtol=4e-7, atol=0)
+        weights[3] = quantize(each[3]["W"], "fp8", block=(32, 32))  # its tiles have several scales: it goes by itself
+        assert len(dora_norm_tree_state(weights).buffers) == 2
+        narrow = dora_norm_tree(weights, params, s=S, backend=backend)[3]
+        torch.testing.assert_close(
+            narrow.double(), reference.norm(weights[3].dequantize(torch.float64), *params[3], S), rtol=4e-7, atol=0
+        )
+
+
 CHECKS = [
     matches_the_truth,
     one_leaf_and_none,
@@ -355,6 +384,7 @@ CHECKS = [
     many_layers,
     starts_and_merges,
     quantised_leaves_among_dense_ones,
+    codes_of_8_bits_beside_dense_weights,
     errors_name_the_leaf,
     traced_and_mapped,
     a_captured_graph_decides_on_the_gpu,

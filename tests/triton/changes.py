@@ -3,9 +3,14 @@
 from torch import nn
 
 
+def times(t, by):
+    """Of 8-bit codes, too."""
+    return (by * t.float()).to(t.dtype)
+
+
 def new_weight(layer, by=3):
     """Another Parameter, in memory of its own."""
-    layer.base_layer.weight = nn.Parameter(by * layer.base_layer.weight.detach(), requires_grad=False)
+    layer.base_layer.weight = nn.Parameter(times(layer.base_layer.weight.detach(), by), requires_grad=False)
 
 
 def same_memory(layer, by=3):

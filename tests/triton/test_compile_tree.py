@@ -6,13 +6,14 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+from fdora.quant import from_fp8, from_int8  # noqa: E402
 from fdora.triton import tree, tree_kept  # noqa: E402
 from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.tiles.configs import tree_config  # noqa: E402
 from fdora.triton.tree_table import launches_of, rows_of  # noqa: E402
 from tests.triton.test_compile import TARGETS, assert_fits, build, device, on_targets, pytestmark  # noqa: E402, F401
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 LAYERS = 200
 # W, A and B, rank, and whether N and K are multiples of 128 and rows begin at 16 bytes
 CASES = [
@@ -32,7 +33,28 @@ CASES = [
     (BF16, BF16, BF16, 70, False),
     (FP32, FP32, FP32, 70, False),
 ]
+CODED = [
+    (E4M3, BF16, BF16, 8, True),
+    (E4M3, BF16, BF16, 64, True),
+    (E4M3, BF16, BF16, 128, True),
+    (E4M3, BF16, BF16, 384, True),
+    (E4M3, FP32, FP32, 8, True),
+    (E4M3, FP32, FP32, 64, True),
+    (E4M3, FP32, FP32, 128, True),
+    (E4M3, FP32, FP32, 384, True),
+    (torch.int8, BF16, BF16, 64, True),
+    (E4M3, BF16, BF16, 70, False),
+    (E4M3, FP32, FP32, 70, False),
+]
 ON_TARGETS = on_targets(CASES, lambda weight, a, b, r, whole: r == 384 or (weight, r) == (FP32, 70))
+CODED_ON_TARGETS = on_targets(CODED, lambda weight, a, b, r, whole: r in (70, 384))
+
+
+def weight_of(N, K, dtype):
+    """Codes with scales of blocks, of a dtype that has them."""
+    W = torch.empty(N, K, dtype=dtype)
+    scales = torch.empty(-(-N // 128), -(-K // 128))
+    return {E4M3: from_fp8, torch.int8: from_int8}[dtype](W, scales, (128, 128)) if W.itemsize == 1 else W
 
 
 def steps(target, W, A, B):
@@ -45,15 +67,15 @@ def steps(target, W, A, B):
     return found
 
 
-@pytest.mark.parametrize(("target", "weight", "a", "b", "r", "whole"), ON_TARGETS)
+@pytest.mark.parametrize(("target", "weight", "a", "b", "r", "whole"), ON_TARGETS + CODED_ON_TARGETS)
 def test_norms(target, weight, a, b, r, whole, tmp_path):
     N, K = (256, 256) if whole else (250, 201)
-    W, A, B = torch.empty(N, K, dtype=weight), torch.empty(r, K, dtype=a), torch.empty(N, r + (not whole), dtype=b)[:, :r]
+    W, A, B = weight_of(N, K, weight), torch.empty(r, K, dtype=a), torch.empty(N, r + (not whole), dtype=b)[:, :r]
     step = steps(target, W, A, B)["norms_kernel"]
     made = build(step, target)
     assert_fits(made, target, tmp_path)
     if whole and isinstance(target, int):
-        block_n, block_k, *_ = tree_config(r, a == b == BF16, weight == BF16, whole, target)
+        block_n, block_k, *_ = tree_config(r, a == b == BF16, weight.itemsize < 4, whole, target)
         tile_loads = re.findall(r"ld\.global\S*v4\.b32|cp\.async\.cg", made.asm["ptx"])
         assert len(tile_loads) >= block_n * block_k * weight.itemsize // 16 // (32 * step.num_warps)
 

@@ -12,10 +12,13 @@ from fdora import _dispatch
 from tests import device
 from tests.close import rel_l2
 from tests.norms import capture
-from tests.triton.changes import merged, new_weight
+from tests.triton.changes import merged, new_weight, times
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
+
+
+ROUND = {"compute": None}  # what use_fdora makes of base weights
 
 
 class Net(nn.Module):
@@ -33,13 +36,14 @@ class Net(nn.Module):
         return x
 
 
-@pytest.fixture
-def counted(monkeypatch, norms):
-    """Calls for all layers, and layers that looked after themselves."""
+@pytest.fixture(params=[None, "fp8"], ids=["dense", "codes"])
+def counted(monkeypatch, norms, request):
+    """Calls for all layers, and layers that looked after themselves. Of base weights of 8-bit codes as of dense ones."""
     pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
     from fdora.integrations import _norm
 
     monkeypatch.setattr(_norm, "SMALL", 0)
+    monkeypatch.setitem(ROUND, "compute", request.param)
     monkeypatch.setattr(_dispatch, "_forced", "triton")
 
     def took():
@@ -47,6 +51,9 @@ def counted(monkeypatch, norms):
         return found.pop("model", 0), sum(found.values())
 
     return took
+
+
+dense = pytest.mark.parametrize("counted", [None], indirect=True)  # a merge, or what codes are held by themselves
 
 
 def make(reentrant=None, shim=True, base=None):
@@ -62,7 +69,7 @@ def make(reentrant=None, shim=True, base=None):
         for name, p in model.named_parameters():
             if "lora" in name:
                 p.copy_(p * (1 + 0.1 * torch.randn_like(p)) if "magnitude" in name else 0.3 * torch.randn_like(p))
-    return use_fdora(model) if shim else model
+    return use_fdora(model, **ROUND) if shim else model
 
 
 def inputs():
@@ -117,6 +124,9 @@ def test_every_change_reaches_every_layer(counted):
                 if of in name:
                     p.data.mul_(by)  # moves no version
 
+    def halve(t):
+        t.copy_(times(t, 0.5))
+
     def same_memory_turned():
         for part in (first.lora_A["default"], layers(model)[2].lora_A["default"]):
             square = torch.randn(24, 24, device=device.NAME)[:4]
@@ -127,14 +137,14 @@ def test_every_change_reaches_every_layer(counted):
         lambda: scaled("lora_A"),
         lambda: scaled("lora_B", -1),
         lambda: first.scaling.update(default=3.0),
-        lambda: first.base_layer.weight.detach().mul_(2),
-        lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
-        lambda: model.load_state_dict({n: 0.5 * p for n, p in model.state_dict().items()}),
-        lambda: new_weight(first),
+        lambda: halve(first.base_layer.weight.detach()),
+        lambda: first.base_layer.load_state_dict({n: times(p, 0.5) for n, p in first.base_layer.state_dict().items()}),
+        lambda: model.load_state_dict({n: times(p, 0.5) for n, p in model.state_dict().items()}),
+        lambda: new_weight(first, 0.5),
         same_memory_turned,
-        lambda: merged(model, first),
+        lambda: layers(model)[1].base_layer.weight_scale.mul_(2) if ROUND["compute"] else merged(model, first),
         lambda: model.float().to(HALF[0]),
-        lambda: (first.base_layer.weight.data.mul_(2), use_fdora(model)),
+        lambda: (halve(first.base_layer.weight.data), use_fdora(model, **ROUND)),
         lambda: [layer.lora_A["default"].float() for layer in layers(model)],
     ]
     for change in changes:
@@ -226,6 +236,7 @@ def test_outside_of_a_forward_layers_look_after_themselves(counted):
     assert y.isfinite().all()
 
 
+@dense
 def test_a_merge_of_another_model_on_the_same_weights(counted):
     """What it leaves there may lie where the weight lay before, at the same version."""
     one, x = make(), inputs()
@@ -264,12 +275,13 @@ def test_a_forward_that_raises_ends_it(counted):
 def test_a_write_inside_of_a_forward_is_seen(counted):
     """By the version counter: the layer that comes later looks after itself."""
     model, x = make(), inputs()
-    B = layers(model)[3].lora_B["default"].weight
+    last = layers(model)[3]
+    written = last.base_layer.weight_scale if ROUND["compute"] else last.lora_B["default"].weight
     model(x)
 
     def write(*_):
         with torch.no_grad():
-            B.mul_(1.5)
+            written.mul_(1.5)
 
     handle = model.base_model.model.first.register_forward_hook(write)
     counted()
@@ -355,6 +367,7 @@ def test_copies_and_restore(counted):
         assert not any(m._forward_pre_hooks_with_kwargs or m._forward_hooks_always_called for m in each.modules())
 
 
+@dense
 def test_nobody_asks_any_more(counted):
     """Merged: the hook does nothing and holds nothing."""
     model, x = make(), inputs()
@@ -367,6 +380,7 @@ def test_nobody_asks_any_more(counted):
     assert counted() == (0, 0)
 
 
+@dense
 @pytest.mark.parametrize("how", ["unload", "merge_and_unload"])
 def test_an_unloaded_model_has_no_hooks(counted, how):
     model, x = make(), inputs()
@@ -386,6 +400,7 @@ def test_the_inner_model_on_its_own(counted):
     assert counted() == (1, 0)
 
 
+@dense
 def test_weights_are_not_kept_alive(counted):
     import weakref
 
@@ -409,12 +424,12 @@ def test_what_a_graph_captures_is_its_own(counted, norms, monkeypatch):
             return model(x)
 
     def reload():
-        model.load_state_dict({name: 2 * p for name, p in model.state_dict().items()})
+        model.load_state_dict({name: times(p, 0.5) for name, p in model.state_dict().items()})
         assert not norms.of("model in place")[0].words.any()  # before the next replay, which asks nobody
 
     B = layers(model)[0].lora_B["default"].weight
     steps = [replay, replay, lambda: B.data.mul_(2), replay, lambda: B.data.mul_(2), lambda: model(x), replay]
-    steps += [reload, replay]
+    steps += [reload, *[replay] * (not ROUND["compute"])]  # of codes another capture has another table
     for step in steps:
         y = step()
         if step is replay:
@@ -530,6 +545,7 @@ def test_parameters_are_swapped_after_recomputation(counted, monkeypatch):
     model(x.detach().float())
 
 
+@dense
 def test_hooks_of_before_do_not_pile_up(counted):
     import gc
     import weakref

@@ -164,10 +164,11 @@ class WeightCache:
     """The QuantWeight of one layer, for as long as it is made from the same tensors."""
 
     def __init__(self) -> None:
-        self.memo: tuple[tuple[Any, ...], int, dict[Any, tuple[int, QuantWeight]]] | None = None
+        self.memo: tuple[tuple[Any, ...], int, dict[Any, Any]] | None = None
 
     def of(self, base: Any, kind: str, dtype: torch.dtype | None = None, transposed: bool = False) -> QuantWeight | str:
-        """``transposed``: of fp8, with codes for backward, a copy, which a write to the codes makes old."""
+        """``transposed``: of fp8, with codes for backward, a copy, which a write to the codes makes old. Whatever is asked for,
+        the other tensors are the same."""
         if is_traced():
             return weight_of(base, kind, dtype)
         now, memo = sources(base, kind), self.memo
@@ -180,10 +181,11 @@ class WeightCache:
         W = W if known == written else None
         if W is None:
             with torch.inference_mode(False):
-                made = weight_of(base, kind, dtype)
+                made = memo[2].get("made") or weight_of(base, kind, None)
                 if isinstance(made, str):
                     return made
-                W = with_transpose(made) if copied else made
+                memo[2]["made"], W = made, made if dtype in (None, made.dtype) else made.to(dtype=dtype)
+                W = with_transpose(W) if copied else W
             memo[2][dtype, copied] = written, W
         self.memo = memo
         return W

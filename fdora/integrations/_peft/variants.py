@@ -120,7 +120,9 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
 def init_on_codes(module: Any, name: str) -> None:
     """What PEFT's variant does when an adapter is made, which cannot compute with codes. PEFT gave A and B their dtype."""
     A, B = (part[name].float().weight for part in (module.lora_A, module.lora_B))
-    put_magnitude(module, name, dora_norm(of_codes(module.get_base_layer()).to(A.device), A, B, s=float(module.scaling[name])))
+    put_magnitude(
+        module, name, dora_norm(of_codes(module.get_base_layer()).to(A.device, A.dtype), A, B, s=float(module.scaling[name]))
+    )
 
 
 def fitting(A: Tensor, B: Tensor, m: Tensor) -> torch.dtype:

@@ -63,8 +63,8 @@ def kept_kernel(
     L, first, parts,  # the first column of the table that this launch is for, and words of a layer
     DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
     UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
-    HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     layer, part = first + tl.program_id(0) // parts, tl.program_id(0) % parts
     t, mine = table + layer, counters + layer * COUNTERS
@@ -91,8 +91,8 @@ def kept_kernel(
         while item < items:
             squares_of_item(
                 t, L, item, partial,
-                DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT,
-                BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
+                DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT, CODE, BY_BITS,
+                PTX, BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
             )
             tl.debug_barrier()  # all threads have written theirs
             N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), CHUNK).to(tl.int32)

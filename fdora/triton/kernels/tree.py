@@ -12,14 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.decode import beside, byte_weights
 from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 (
     F_W, F_A, F_B, F_N, F_K, F_R, F_WN, F_WK, F_AR, F_AK, F_BN, F_BR,
-    F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF,
-) = map(tl.constexpr, range(22))
+    F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF, F_SCALES, F_ROWS, F_COLUMNS,
+) = map(tl.constexpr, range(25))
 WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words of 64 bits, or elements with their strides
 
 
@@ -142,9 +143,11 @@ def squares_of_item(
     t, L, i, partial,
     DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
     UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):
-    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns."""
+    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With a CODE W is of 8 bits,
+    and so many rows and columns share a scale: a tile lies in one of these columns."""
     W = tl.load(t + F_W * L).to(tl.pointer_type(DTYPE_W))
     W = tl.multiple_of(W, 16) if UNIT_W else W
     A = tl.load(t + F_A * L).to(tl.pointer_type(DTYPE_A))
@@ -165,6 +168,10 @@ def squares_of_item(
     if ONE_SLAB:
         at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
         b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R), SPLIT)
+    if CODE != "":
+        columns = tl.load(t + F_COLUMNS * L).to(tl.int32)
+        at_scale = tl.load(t + F_SCALES * L).to(tl.pointer_type(tl.float32))
+        at_scale += (n // tl.load(t + F_ROWS * L).to(tl.int32)).to(tl.int64) * tl.cdiv(K, columns)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
         in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
@@ -182,6 +189,10 @@ def squares_of_item(
                 b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
                 a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
                 acc = _product(_terms(b, SPLIT), a, acc, SPLIT)
+        if CODE != "":
+            scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
+            w = byte_weights(beside(w, acc, PTX), scale, CODE, BY_BITS)
+            w = w if EVEN else tl.where(in_k, w, 0.0)
         v = w.to(tl.float32) + s * acc
         squares += tl.sum(v * v, axis=1)
     at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
@@ -196,8 +207,9 @@ def norms_kernel(
     L, first, count,  # the columns of the table that this launch is for
     DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
     UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr,
-    AHEAD: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """An item is BLOCK_N rows and CHUNK columns of one layer. The items of all layers that changed are dealt out in turn."""
     if PDL:
@@ -214,7 +226,7 @@ def norms_kernel(
         t = table + first + tl.sum(before.to(tl.int32), axis=0)
         squares_of_item(
             t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial,
-            DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT,
+            DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT, CODE, BY_BITS, PTX,
             BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
         )
 
