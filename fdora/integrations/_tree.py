@@ -21,6 +21,8 @@ two models on one   base have a table each. W is not compared by its bits: merge
                     layer, and those of other models on its W (forget), which makes their models start over; so does a W with
                     another version or address, which what is merged need not have. What changes W behind both needs
                     use_fdora again, as ever.
+8-bit codes         A layer is known by its codes, A and B, and the version of its scales. Compiled code, and codes that are no
+                    leaf beside dense weights (fdora.quant.codes8.in_trees), compute their own.
 CUDA graphs         What is captured reads and writes buffers of its own, in place, which live as long as the process. The table
                     must be there before: a forward before the capture makes it.
 threads, streams    Each thread has its slices, each stream its norms and fingerprints; a lock keeps launches of one call

@@ -56,7 +56,7 @@ class Unit:
         if run is None or run.moment != moment:
             run = self.local.run = self.compute(moment)
         made_from, c = run.norms.get(id(kept), (None, None))
-        return c if made_from == facts(W, A, B, s) else None
+        return c if made_from is not None and made_from == facts(W, A, B, s) else None
 
     def compute(self, moment: int) -> Run:
         nothing = Run(moment, {})

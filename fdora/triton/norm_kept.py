@@ -65,7 +65,7 @@ def norms_now(operands: Sequence[Any], s: Scales, old_hash: Tensors, fresh: bool
         if giver.norms is not norms:
             norms = giver.norms
             run = None if norms is None else norms.running(each[0].device)
-        if run is not None and run.table.has(giver.place, *each, run.versions):  # of one model, in its forward: nearly always
+        if run is not None and run.table.has(giver.place, *each, run):  # of one model, in its forward: nearly always
             norms.used = True
             found.append(run.c[giver.place])
             continue
