@@ -210,7 +210,7 @@ def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):
     want = model(inputs())
     with enabled():
         again = PeftModel.from_pretrained(nn.Sequential(copy.deepcopy(layer)), tmp_path)
-    same([again(inputs())], [want])
+    alike([again(inputs())], [want])
     model.add_adapter("second", LoraConfig(**CONFIG))  # beside one that runs through fdora, whoever asks
     model.set_adapter("second")
     assert rel_l2(use_fdora(model)(inputs()), (inputs() @ W.dequantize(HALF).T + layer.bias)) < 1e-2
@@ -381,7 +381,7 @@ def test_a_rounded_layer_moves_copies_and_loads_as_codes():
         first(other).base_layer.weight_scale.zero_()
     other.load_state_dict(model.state_dict())
     for each in (copy.deepcopy(model), torch.load(written, weights_only=False), other):
-        same([each(x)], [want])
+        alike([each(x)], [want])
     with pytest.raises(RuntimeError, match="use_fdora rounded this layer to 8 bits"):
         model.load_state_dict(plain, strict=False)
 

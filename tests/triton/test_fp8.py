@@ -70,6 +70,7 @@ def by(request, as_hopper, monkeypatch):
     """How tiles come: on a CPU as on an sm_90, whose kernels are interpreted; or as on a GPU without TMA."""
     if request.param == "pointers":
         monkeypatch.setattr(fp8, "fp8_config", lambda of, *_: POINTERS if of.M > LIMIT else None)
+        monkeypatch.setattr(fp8, "grouped_fp8", lambda *_: None)
     elif device.NAME == "cpu":
         as_hopper()
     return request.param
