@@ -88,7 +88,7 @@ def test_the_page_keeps_its_word(capsys, monkeypatch):
     W, A, B, m = (torch.empty(shape, dtype=x.dtype, device="meta") for shape in ((4096, 4096), (64, 4096), (4096, 64), (4096,)))
     said = explain(dora_linear, x, W, *(t.requires_grad_() for t in (A, B, m)), s=2.0, gpu="h200")
     commands = re.findall(r"python -m bench.profile (.*?--out \S+?)[`\n]", page)
-    assert len(commands) >= 5
+    assert len(commands) == page.count("--out build/profile") > 1
     with monkeypatch.context() as there:
         there.setattr(torch.cuda, "is_available", lambda: True)
         for command in commands:
