@@ -44,7 +44,7 @@ def test_plans_take_a_candidate_which_is_checked(name, monkeypatch):
     right = getattr(importlib.import_module(module), chooser)
     few = dict(list(op.space(TINY[name]).items())[:1])
     monkeypatch.setattr(f"{module}.{chooser}", lambda *a, **k: asked.append(a) or right(*a, **k))
-    row = tune.search(op._replace(space=lambda _: few), TINY[name], device.NAME, 1)
+    row = tune.searched(op._replace(space=lambda _: few), TINY[name], device.NAME, 1)
     assert len(asked) == 1, "plans ask it for what is chosen, and no more"
     assert {*row["ms"]} == {"chosen", *few, *(["bare"] if op.bare else [])} and row["failed"] == {}
 
@@ -56,7 +56,7 @@ def test_a_wrong_candidate_is_an_error(monkeypatch):
     call = op.call(shape, device.NAME)
     monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
     with pytest.raises(SystemExit, match="wrong by"):
-        tune.search(op._replace(call=lambda *_: call._replace(want=call.want + 1)), shape, device.NAME, 1)
+        tune.searched(op._replace(call=lambda *_: call._replace(want=call.want + 1)), shape, device.NAME, 1)
 
 
 def test_the_fastest_of_those_that_ran_on_every_shape():
