@@ -129,7 +129,7 @@ def linear(shape: Shape, device: str, both: bool = False, codes: bool = False, b
 
 def product(shape: Shape, device: str, forward: bool, bare: bool = False) -> Call:
     """x W^T and dz W with their low-rank terms, planned alone; ``bare`` without them."""
-    sets = search.operands(shape, forward, device)
+    sets = search.operands(shape, forward, device, DTYPE)
     want = None if bare else search.exact(sets[0], forward)
     return Call(lambda: search.calls(sets, search.planned(sets[0], forward, bare=bare)), want)
 
