@@ -1,5 +1,8 @@
 """dora_linear(compute="fp8"): x as 8-bit numbers, and nothing else rounded; backward that of the decoded weight."""
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 
@@ -418,3 +421,23 @@ def test_what_is_refused():
         dora_experts(x_of(3, K=128), W, A, B, m, s=S, offsets=[1, 1, 3], compute="fp8")
     with pytest.raises(FdoraError, match="dora_linear_multi: `grad_compute` must be None for a W"):
         dora_linear_multi(x_of(3), dense, *stack, s=[S], offsets=ends.to(device.NAME), grad_compute="fp8")
+
+
+def test_a_quantised_call_is_checked_once(monkeypatch):
+    """As a dense one: until a tensor, or what the codes mean, is another."""
+    linear = importlib.import_module("fdora.functional.linear")
+    W, counted = quantize(torch.randn(128, 256, device=device.NAME, dtype=BF16), "fp8"), []
+    x, A, B = (
+        x_of(3, K=256),
+        torch.ones(4, 256, device=device.NAME, dtype=BF16),
+        torch.ones(128, 4, device=device.NAME, dtype=BF16),
+    )
+    m, check = torch.ones(128, device=device.NAME, dtype=BF16), linear.check_weights
+    monkeypatch.setattr(linear, "check_weights", lambda *given: (counted.append(given), check(*given)))
+    for w in (W, W, W, W.to(dtype=torch.float32)):
+        dora_linear(x.to(w.dtype), w, A.to(w.dtype), B.to(w.dtype), m.to(w.dtype), s=S)
+    assert len(counted) == 2
+    with pytest.raises(FdoraError, match="`A`"):
+        dora_linear(x, W, A[:, 1:], B, m, s=S)
+    with pytest.raises(FdoraError):  # the same tensors, said to be another weight
+        dora_linear(x, dataclasses.replace(W, shape=(128, 255)), A, B, m, s=S)
