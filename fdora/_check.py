@@ -208,14 +208,19 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     for s in scalars:
         if (type(s) is not float and type(s) is not int) or s - s != 0:
             return None
-    coded = [t for t in tensors if isinstance(t, Weight)]
-    if coded:
-        tensors = (*[None if isinstance(t, Weight) else t for t in tensors], *[t for w in coded for t in w.tensors])
     try:
         found = _facts.facts(tensors)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
-        return None
-    return None if found is None else (fn, found, *[w.spec for w in coded])
+        found = None
+    return _key_of_codes(fn, tensors) if found is None else (fn, found)
+
+
+def _key_of_codes(fn: str, tensors: tuple[Any, ...]) -> tuple | None:
+    """With what quantised weights among them store in their place, and what is said of it."""
+    coded = [t for t in tensors if isinstance(t, Weight)]
+    plain = [None if isinstance(t, Weight) else t for t in tensors]
+    key = key_of(fn, (*plain, *[t for w in coded for t in w.tensors])) if coded else None
+    return None if key is None else (*key, *[w.spec for w in coded])
 
 
 def once(
