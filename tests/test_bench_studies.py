@@ -59,7 +59,7 @@ def test_memory_is_looked_at_after_every_operation(monkeypatch):
 
 def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
     """With counters of a GPU that is not there: each way's step, a row that the report shows and the figure draws."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="draws a picture; `make test` installs it")
     monkeypatch.setattr(studies, "counters", lambda: (3 * 2**20, 4 * 2**20))
     monkeypatch.setattr("bench.model.Trained.step", lambda self, micro_batches: torch.ones(2).neg().neg())
     rows = result(tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")
