@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fdora._records import (
     NO_NEEDS,
@@ -26,7 +27,7 @@ from fdora._records import (
     Saved,
     SavedMlp,
 )
-from fdora._torch import apply, eager_apply, no_graph, values_only
+from fdora._torch import apply, eager_apply, functorch_active, no_graph, values_only
 from fdora.autograd._ops import (
     OPS,
     autocast_off,
@@ -161,6 +162,39 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
     return [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
+def to_save(ctx: Any, flat: Sequence[Tensor | None], n: int, specs: Specs) -> list[Tensor | None]:
+    """The operands that save_for_backward takes. The node itself holds on to the others: parameters, all of a quantised W whose
+    codes are one, and norms that were given. These live as long as the model or are vectors, and torch's checkpoint, which runs
+    three functions of Python for each saved tensor, would only find them again: 12 us each, of some hundred in a decoder layer
+    half. Seeds are saved, since a forward that is repeated may draw others."""
+    own: list[Tensor | None] = [t if type(t) is Parameter and not t.is_inference() else None for t in flat]
+    for at in range(4, n * WIDTH, WIDTH):
+        c = flat[at]
+        own[at] = None if c is None or c.requires_grad or c.is_inference() else c
+    at = n * WIDTH
+    for spec in specs or ():
+        end = at + (0 if spec is None else spec.count)
+        codes = flat[at] if at < end else None
+        if isinstance(codes, Parameter) and not codes.is_inference():
+            own[at:end] = flat[at:end]
+        at = end
+    ctx.own = own
+    ctx.versions = [t._version for t in own if t is not None]
+    return [t if mine is None else None for t, mine in zip(flat, own, strict=True)]
+
+
+def all_of(ctx: Any, saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """All operands again, once their versions are compared, as torch does for what it saves."""
+    if not ctx.own:
+        return saved
+    if ctx.versions != [t._version for t in ctx.own if t is not None]:
+        raise RuntimeError(
+            f"fdora.{ctx.call.name}: W, A, B, m, bias and norm must be left as they are until backward, got one that was "
+            "modified by an inplace operation. Call backward before the optimizer's step, or run the forward again."
+        )
+    return [t if mine is None else mine for t, mine in zip(saved, ctx.own, strict=True)]
+
+
 class Layers(torch.autograd.Function):
     """Saves the parts and, for the gradient of each m, the output itself or the value before g; the
     operands are the caller's."""
@@ -196,6 +230,10 @@ class Layers(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # else torch fills zeros for the parts on every backward
         inside = without_norm(flat, n)
         norms = rest[len(rest) - len(inside) :]
+        if torch.compiler.is_compiling() or functorch_active():
+            ctx.own = ctx.versions = []
+        else:
+            flat = to_save(ctx, flat, n, call.specs)
         for at, c in zip(inside, norms, strict=True):
             flat[at] = c
         parts = [None if t.dim() == 1 else t for t in rest[:width]]
@@ -224,7 +262,7 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         return (None,) * len(ctx.needs_input_grad)
     rest = reread(ctx, call.name)  # once: checkpoint forms them again when they are asked for
     parts, kept, x = tuple(rest[:width]), tuple(rest[width : width + n]), rest[width + n]
-    flat = rest[width + n + 1 :]
+    flat = all_of(ctx, rest[width + n + 1 :])
     flags = ctx.needs_input_grad[2:]
     need_x = ctx.needs_input_grad[1]
     needs = [Needs(*flags[i + 1 : i + 6]) for i in range(0, n * WIDTH, WIDTH)]
@@ -264,7 +302,8 @@ class BoundLayers(Layers):
         ys, parts, kept, ctx.pre_scale = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*parts, *kept, *tensors)
+        flat = to_save(ctx, tensors[1:], len(ctx.pre_scale), None)
+        ctx.save_for_backward(*parts, *kept, tensors[0], *flat)
         return tuple(ys)
 
 

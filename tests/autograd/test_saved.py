@@ -11,6 +11,7 @@ from fdora.functional import (
     dora_linear_group,
     dora_mlp,
     dora_norm,
+    prepared,
 )
 from tests import device
 from tests.make import tensors, tracked
@@ -205,3 +206,26 @@ def test_forward_makes_no_dense_product_when_the_norm_is_given():
     with FlopCounterMode(display=False) as counter:
         dora_linear(*(t[n] for n in ("x", "W", "A", "B", "m")), s=t["s"], norm=norm, backend="eager")
     assert counter.get_total_flops() == 2 * M * (N * K + K * r + r * N)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("changed", ["W", "A", "B", "m", "norm"])
+def test_parameters_and_norms_stay_with_the_node(changed, is_bound):
+    t = make()
+    norm = dora_norm(t["W"], t["A"], t["B"], s=0.7)
+    p = {n: torch.nn.Parameter(t[n].detach(), requires_grad=n != "W") for n in ("W", "A", "B", "m")} | {"norm": norm}
+
+    def call():
+        if not is_bound:
+            return dora_linear(t["x"], *list(p.values())[:4], s=0.7, norm=norm)
+        operands = (t["x"], *p.values(), None, None)
+        backend = "triton" if device.NAME == "cuda" else "eager"
+        return prepared.call(operands, prepared.bind(operands, (0.7,), (True,), False, backend))[0]
+
+    y, kept = saved(call)
+    assert not {v.data_ptr() for v in kept if v.numel()} & {v.data_ptr() for v in p.values()}, "a checkpoint would repeat them"
+    y.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        p[changed].mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
