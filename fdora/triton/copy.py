@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,8 +21,25 @@ def in_dtype(plan: Builder, t: Array, dtype: torch.dtype) -> Array:
     """t itself, or a copy of the same layout."""
     if t.dtype == dtype:
         return t
+    if t in plan.cast_with:
+        if (t, dtype) not in plan.casts:
+            out, at = stacked(plan, plan.cast_with[t], dtype), 0
+            for each in plan.cast_with[t]:
+                plan.casts[each, dtype] = out.rows(at, at + each.shape[0])
+                at += each.shape[0]
+        return plan.casts[t, dtype]
     by_columns = t.stride[0] == 1 and t.stride[1] != 1
     return stacked(plan, [t.T], dtype).T if by_columns else stacked(plan, [t], dtype)
+
+
+def cast_together(plan: Builder, layers: Sequence[Any]) -> None:
+    """From here on the first A, or B, that is wanted in another dtype brings those of the other layers along: one launch, which
+    takes longer to start than to copy a factor."""
+    adapted = [la for la in layers if la.A is not None]
+    for parts in ([la.A for la in adapted], [la.B for la in adapted]):
+        alike = [t for t in parts if t.stride[1] == 1 and t.shape[1] == parts[0].shape[1]]
+        if len(set(alike)) == len(alike) > 1:
+            plan.cast_with |= dict.fromkeys(alike, alike)
 
 
 def operand(plan: Builder, W: Array) -> Array:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from fdora.triton.codes import Packed
-from fdora.triton.copy import stacked
 from fdora.triton.fp8 import ALL, Other, quantised, turned
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, Scales, gemm
 from fdora.triton.runtime.builder import Builder
@@ -69,7 +68,7 @@ def dropped_dx(plan: Builder, of: Any, z: Array, dh: Array, W: Array, A: Array, 
     masked, onto = Masked(of.la.seed, of.dropout.p), Epilogue("accumulate", residual=of.dx)
     codes, of_row = quantised(plan, W, False)
     z8, of_token = quantised(plan, z, False, of_row, Other("minus", of.dy, -1.0))
-    turn = Operand(turned(plan, codes.words(codes.shape, codes.stride, torch.uint8)), stacked(plan, [A.T], A.dtype), trans=True)
+    turn = Operand(turned(plan, codes.words(codes.shape, codes.stride, torch.uint8)), None, trans=True)
     first, of_codes = onto if of.accumulate else NO_EPILOGUE, Scales(of_token, None, 1, ALL)
-    gemm(plan, of.dx, z8, dh, turn, first, masked, config=config, scales=of_codes, alone=True)
+    gemm(plan, of.dx, z8, None, turn, first, masked, config=config, scales=of_codes)
     gemm(plan, of.dx, z, dh, Operand(W, A, trans=False), onto, masked)

@@ -216,13 +216,14 @@ def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig)
 
 
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
-    dx, la, t, A = of.dx, of.la, dz.dtype, in_dtype(plan, of.la.A, dz.dtype)
+    dx, la, t = of.dx, of.la, dz.dtype
     dz8, codes, scales = for_dx(plan, dz, la.W)
-    right = Operand(codes, stacked(plan, [A.T], t), trans=True)
+    inside = la.seed is None
+    right = Operand(codes, stacked(plan, [la.A.T], t) if inside else None, trans=True)
     end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
-    gemm(plan, dx, dz8, dh, right, end, config=config, scales=scales, alone=la.seed is not None)
-    if la.seed is not None:
+    gemm(plan, dx, dz8, dh if inside else None, right, end, config=config, scales=scales)
+    if not inside:
         part = plan.temp(dx.shape, t)
-        plan.product(part, dh, A)
+        plan.product(part, dh, in_dtype(plan, la.A, t))
         drop(plan, part, la.seed, of.dropout.p, accumulate_into=dx)
     return BACKWARD

@@ -87,14 +87,13 @@ def gemm(
     pre_scale: Array | None = None,
     config: GemmConfig | None = None,
     scales: Scales = UNSCALED,
-    alone: bool = False,
 ) -> None:
     """x (M, K), h (M, r), float16 or bfloat16 -> ``out`` and, where given, ``pre_scale``, both (M, N) and contiguous.
 
     ``config`` overrides the choice, for the command that measures tiles. x and W may be codes with ``scales``, with a tile by
-    TMA; ``alone`` leaves h B out of their product, and there h and B may be None.
+    TMA, and there h and B may be None.
     """
-    (M, K), N, r = x.shape, out.shape[1], 0 if alone or h is None else h.shape[1]
+    (M, K), N, r = x.shape, out.shape[1], 0 if h is None else h.shape[1]
     if out.numel == 0:
         return
     w, b = (right.w.T, right.b and right.b.T) if right.trans else right[:2]

@@ -10,7 +10,7 @@ import torch
 from fdora._records import WIDTH, Grads, Needs, Operands
 from fdora.triton import scale
 from fdora.triton.codes import Packed
-from fdora.triton.copy import gradient, in_dtype, operand
+from fdora.triton.copy import cast_together, gradient, in_dtype, operand
 from fdora.triton.dequantize import weight_in
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_dx, tile_of_dropped
@@ -55,6 +55,7 @@ def forms_of_grads(x: Any, operands: Sequence[Any], need_x: bool, needs: Sequenc
 def backward(plan: Builder, parts: Sequence[Given], dx: Array | None) -> None:
     """Of layers on one x: into dx, in place from the second layer on, and into their gradients. A dy may be None."""
     first, how, x = True, "products by cuBLAS", parts[0].x
+    cast_together(plan, [of.la for of in parts if of.dy is not None])
     for of in parts:
         if of.dy is not None:
             of = of._replace(dx=dx, accumulate=not first)

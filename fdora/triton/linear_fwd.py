@@ -8,7 +8,7 @@ import torch
 
 from fdora._records import Dropout
 from fdora.triton.codes import Packed
-from fdora.triton.copy import copied, in_dtype, operand, stacked
+from fdora.triton.copy import cast_together, copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
@@ -40,6 +40,7 @@ def forward(
     """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add.
     ``fp8``: every W is of e4m3 codes, which those with an adapter multiply by codes of x (fp8.py)."""
     half = x.dtype != torch.float32
+    cast_together(plan, layers)
     both = [*zip(layers, out, strict=True)]
     codes = [
         tile_of_codes(plan, x, la.W, la.A.shape[0], o.y, o.pre_scale) if fp8 and la.A is not None else None for la, o in both

@@ -33,6 +33,8 @@ class Builder:
         self.sizes: list[int] = []  # bytes of each temporary
         self.used: list[tuple[int, int]] = []  # its first and last step
         self.steps: list[Any] = []
+        self.cast_with: dict[Array, list[Array]] = {}  # see triton/copy.py
+        self.casts: dict[tuple[Array, torch.dtype], Array] = {}
 
     @property
     def pdl(self) -> bool:
