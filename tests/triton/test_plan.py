@@ -523,6 +523,20 @@ def test_a_product_that_cublas_does_not_have_is_refused():
             walk._product(torch.empty(4, 4, dtype=out), a, b, 1.0, False)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_layers_of_one_call_cast_their_factors_together(p):
+    """Of three layers one copy of all A and one of all B, forward and backward."""
+    from fdora.functional import DoraLayer, dora_linear_group, explain
+
+    def like(*shape, dtype=FP32):
+        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=dtype == FP32)
+
+    W = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
+    layers = [DoraLayer(W, like(16, 1024), like(1024, 16), like(1024), 2.0, None, like(1024).detach()) for _ in range(3)]
+    said = explain(dora_linear_group, torch.empty_like(W, requires_grad=True), layers, dropout_p=p, gpu="h200")
+    assert [[step.what for step in plan.steps].count("copy_kernel") for plan in said.plans] == [2, 2]
+
+
 @pytest.mark.parametrize("tokens", [8, 96])
 def test_a_backward_without_dx_does_not_cast_the_weight(tokens):
     """Nothing of it reads a product of W."""
