@@ -55,7 +55,7 @@ COMPILED = ("default", "reduce-overhead", "whole", "whole-reduce-overhead")  # l
 MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
-SIZES = decoder.SIZES["layers"]  # of Qwen3-8B, Qwen3-1.7B and Llama-3.1-70B
+SIZES = decoder.SIZES["layers"]  # of Qwen3-8B, Qwen3-1.7B, Mistral-7B, Gemma-3-4B and Llama-3.1-70B
 
 T = TypeVar("T")
 
