@@ -189,6 +189,20 @@ def timeline(axes, name: str) -> None:
     axes.legend(fontsize=7)
 
 
+def stages(axes, panel: tuple[str, int]) -> None:
+    """Bubbles by the number of adapters."""
+    name, world = panel
+    rows = [row for row in result(name)["rows"] if row["world"] == world]
+    for way in ("padded", "mLoRA", "side by side", "schedule", "half"):
+        points = [(row["adapters"], row["bubble"]) for row in rows if row["way"] == way]
+        axes.plot(*zip(*points, strict=True), marker="o", label=way)
+    axes.set_xticks(range(1, 5))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"adapters; {world} stages of a 70B, simulated")
+    axes.set_ylabel("bubble")
+    axes.legend(fontsize=7)
+
+
 FIGURES = {
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
@@ -199,6 +213,9 @@ FIGURES = {
         lambda: [(n, k) for n in studied("spread") for k in sorted({x["steps"] for x in result(n)["rows"]})], spread
     ),
     "timeline": Figure(partial(studied, "timeline"), timeline),
+    "stages": Figure(
+        lambda: [(n, w) for n in names("stages") for w in sorted({x["world"] for x in result(n)["rows"]})], stages
+    ),
 }
 
 
