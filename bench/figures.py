@@ -191,14 +191,11 @@ def timeline(axes, name: str) -> None:
 
 def stages(axes, panel: tuple[str, int]) -> None:
     """Bubbles by the number of adapters."""
-    name, world = panel
-    rows = [row for row in result(name)["rows"] if row["world"] == world]
     for way in ("padded", "mLoRA", "side by side", "schedule", "half"):
-        points = [(row["adapters"], row["bubble"]) for row in rows if row["way"] == way]
-        axes.plot(*zip(*points, strict=True), marker="o", label=way)
-    axes.set_xticks(range(1, 5))
+        rows = [row for row in result(panel[0])["rows"] if (row["world"], row["way"]) == (panel[1], way)]
+        axes.plot([row["adapters"] for row in rows], [row["bubble"] for row in rows], marker="o", label=way)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"adapters; {world} stages of a 70B, simulated")
+    axes.set_xlabel(f"adapters; {panel[1]} stages of a 70B, simulated")
     axes.set_ylabel("bubble")
     axes.legend(fontsize=7)
 

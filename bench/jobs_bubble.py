@@ -40,6 +40,7 @@ from fdora.jobs.plan.decoder import decoder
 from fdora.jobs.plan.layout import stages_of
 from fdora.jobs.plan.work import E
 from fdora.jobs.schedule import Sample, Schedule, Spec, Timeline, insert_noops, simulate
+from fdora.jobs.schedule.order import places
 from fdora.jobs.schedule.records import Microbatch
 from fdora.jobs.schedule.simulate import Action, Task
 
@@ -119,19 +120,13 @@ class Line(NamedTuple):
                     left += self.gradients(samples, device)[1]
                 elif samples in stepping:
                     less[samples, device, False], left = -left, 0.0
-            last = max(last, now + left - timeline.time + timeline.last)
-        return self.run(plan, less)._replace(last=last + timeline.last)
+            last = max(last, now + left - timeline.time)
+        return self.run(plan, less)._replace(last=last)
 
 
 def steps_of(microbatches: Sequence[Microbatch]) -> set[Microbatch]:
     """Before whose forward an optimizer steps: the first with samples of a batch that is not its adapter's first."""
-    seen, found = set[tuple[int, int]](), set[Microbatch]()
-    for each in microbatches:
-        new = {sample[:2] for sample in each} - seen
-        seen |= new
-        if any(batch for _, batch in new):
-            found.add(each)
-    return found
+    return {microbatches[at[0]] for (_, batch), at in places(microbatches).items() if batch}
 
 
 def of_run(name: str) -> tuple[dict[str, float], Line]:
@@ -148,18 +143,14 @@ def of_run(name: str) -> tuple[dict[str, float], Line]:
     model = read_model(SIZES["causal"]["llama-3.1-8b"][1] | {"model_type": "llama", "vocab_size": 1})
     line = Line(model, stages, (with_step - without) / stages[0], waits)
     said = line.run(plan)
-    for way, back in (("forward", False), ("backward", True)):
-        took, mine = (sum(t.end - t.start for t in each if t.action.backward == back) for each in (tasks, said.tasks))
-        found[f"{way}_over_predicted"] = took / mine
     return found | {"predicted": said.bubble, "predicted_seconds": said.time, "step_seconds": line.step}, line
 
 
 def row_of(line: Line, lengths: list, spec: Spec) -> Iterator[tuple[str, dict]]:
     """As `bench.schedule.row` has them."""
     rounds, rows = [padded(samples) for samples in schedule.alone(lengths)], {}
-    beside = insert_noops([*chain(*rounds)], spec)
-    tokens = sum(n for batches in lengths for batch in batches for n in batch)
-    for way, each in {"padded": rounds, "mLoRA": [beside]}.items():
+    tokens = sum(chain(*chain(*lengths)))
+    for way, each in {"padded": rounds, "mLoRA": [insert_noops([*chain(*rounds)], spec)]}.items():
         microbatches = [*chain(*each)]
         rows[way] = schedule.of([line.run(one) for one in each], len(microbatches), microbatches.count(()), spec, 0)
         rows[way]["throughput"] *= tokens / sum(sample.length for sample in chain(*microbatches))

@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from math import log
 from statistics import mean
 
@@ -55,13 +56,6 @@ def alone(lengths: list[list[list[int]]]) -> list[list[Sample]]:
     return [samples for _, samples in rounds_of(tuple((a,) for a in range(len(lengths))), lengths)]
 
 
-def flushed(lengths: list[list[list[int]]], spec: Spec, run: Run | None = None) -> tuple[list[Timeline], int]:
-    """A pipeline for each batch, and its microbatches."""
-    run = run or partial(simulate, stages=spec.depth)
-    runs = [run(first_fit(samples, spec)) for samples in alone(lengths)]
-    return runs, sum(len(run.microbatches) for run in runs)
-
-
 def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> dict:
     """One row: pipelines one after the other."""
     took = sum(run.time for run in runs)
@@ -74,13 +68,13 @@ def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> 
 def row(lengths: list[list[list[int]]], spec: Spec, run: Run | None = None) -> Iterator[tuple[str, dict]]:
     """``run``: microbatches through the pipeline, where they take other times than their tokens."""
     run = run or partial(simulate, stages=spec.depth)
-    beside = insert_noops([each for samples in alone(lengths) for each in first_fit(samples, spec)], spec)
+    each = [first_fit(samples, spec) for samples in alone(lengths)]
+    beside = insert_noops([*chain(*each)], spec)
     found = schedule(lengths, spec)
     longest = max(n for batches in lengths for batch in batches for n in batch)
     small = spec._replace(capacity=max(spec.capacity // 2, longest + -longest % spec.multiple))
     halves = schedule(lengths, small)
-    runs, count = flushed(lengths, spec, run)
-    yield "flushed", of(runs, count, 0, spec, found.bound)
+    yield "flushed", of([*map(run, each)], sum(map(len, each)), 0, spec, found.bound)
     noops = sum(not each for each in beside)
     yield "side by side", of([run(beside)], len(beside), noops, spec, found.bound)
     yield "schedule", of([run(found)], len(found.microbatches), found.noops, spec, found.bound)

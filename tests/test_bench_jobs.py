@@ -101,10 +101,9 @@ def test_the_simulator_accounts_for_what_was_measured(capsys):
 
 
 def test_layers_alone_predict_two_stages():
-    """From linears of another GPU and rates: the time of a direction, the whole, and the bubble that was measured."""
+    """From linears of another GPU and rates: the time and the bubble that were measured."""
     found, line = jobs_bubble.of_run("h200/jobs_pipeline")
-    assert 0.95 < found["backward_over_predicted"] < 1.05 < found["forward_over_predicted"] < 1.1
-    assert found["predicted_seconds"] == pytest.approx(found["measured_seconds"], rel=0.05)
+    assert found["predicted_seconds"] == pytest.approx(found["measured_seconds"], rel=0.03)
     assert found["predicted"] == pytest.approx(found["measured"], abs=0.02)
     one = jobs_bubble.layer(line.model, (4096,))
     linears = [jobs_bubble.measured(K, N, "fwd")[1][1] for N, K in line.model.linears.values()]
@@ -114,7 +113,7 @@ def test_layers_alone_predict_two_stages():
 
 def test_gradients_of_weights_go_into_gaps():
     """One adapter's batch of one microbatch leaves gaps enough: backward is then shorter by what they were, on each stage."""
-    _, line = jobs_bubble.of_run("h200/jobs_pipeline")
+    line = jobs_bubble.of_run("h200/jobs_pipeline")[1]._replace(waits={})
     plan = schedule([[[4096], [4096]]], Spec(4096, 2, 1, 0))
     whole, apart = line.run(plan), line.apart(plan)
     saved, more = line.gradients(plan.microbatches[0], 0)

@@ -19,7 +19,7 @@ from fdora.jobs.causal.runs import losses_of
 from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
 from fdora.jobs.plan import card
-from fdora.jobs.schedule import Spec, schedule
+from fdora.jobs.schedule import Spec, schedule, simulate
 from tests.memory import held_bytes
 
 NAMES = ("law", "med")
@@ -100,15 +100,30 @@ def test_what_takes_least_is_chosen():
     """By a clock on which a microbatch takes 1 s, and 1 s for each 10 tokens from 49 on; what does not fit is not taken."""
     lengths, asked = [[[12] * 8] * 2, [[8] * 4] * 2], []
 
-    def seconds(samples):
-        asked.append(sum(sample.length for sample in samples))
-        return math.inf if asked[-1] > 100 else 1.0 + max(0, asked[-1] - 48) / 10
+    def took(microbatches):
+        asked.append(max(sum(sample.length for sample in each) for each in microbatches))
+        return math.inf if asked[-1] > 100 else len(microbatches) * (1.0 + max(0, asked[-1] - 48) / 10)
 
-    best, why = chosen(lengths, 12, Choice(10**6, "all of it"), seconds)
+    best, why = chosen(lengths, 12, Choice(10**6, "all of it"), took=took)
     assert asked == [128, 112, 96, 64, 32]  # all samples of 12 and 8 tokens together: 128 fit one batch of each
     counts = {n: len(schedule(lengths, Spec(n, seconds=0)).microbatches) for n in (96, 64, 32)}
-    took = {96: counts[96] * 5.8, 64: counts[64] * 2.6, 32: counts[32] * 1.0}
-    assert best == min(took, key=took.get) == 32 and f"32 take {took[32]:.3g} s" in why and "128 take inf s" in why
+    found = {96: counts[96] * 5.8, 64: counts[64] * 2.6, 32: counts[32] * 1.0}
+    assert best == min(found, key=found.get) == 32 and "seconds of 8 batches of each adapter: 128 take inf" in why
+
+
+def test_a_pipeline_is_chosen_by_its_simulation():
+    """One adapter alone waits for its own step: smaller microbatches leave fewer gaps, until their messages cost more."""
+    lengths = [[[700] * 16] * 4]
+    best, why = chosen(lengths, 700, Choice(6144, ""), 4)
+    times = {}
+    for n in (6144, 5376, 4608, 3072, 1536):
+        found = schedule(lengths, Spec(n, 4, seconds=0))
+        times[n] = simulate(found, 4, forward=lambda each, _: sum(s.length for s in each) + 256 * bool(each)).time
+    assert (
+        best == min(times, key=times.get) < 3072
+        and f"on 4 stages of 8 batches of each adapter: 6144 take {times[6144]:.6g}" in why
+    )
+    assert chosen(lengths, 700, Choice(6144, ""))[0] > 4096  # on one GPU none waits
 
 
 def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path):
@@ -138,7 +153,7 @@ def test_what_does_not_fit_takes_for_ever(monkeypatch):
 
     monkeypatch.setattr(fit, "losses_of", full)
     layers, banks, course, *_ = prepared(model := model_of(), jobs_of(), 256)
-    assert fit.timer_of(model, layers, banks, course, lambda: 0.0)(course.works[0].samples) == math.inf
+    assert fit.timer_of(model, layers, banks, course, lambda: 0.0)([course.works[0].samples]) == math.inf
     assert fit.clock_of(torch.device("cpu")) is fit.clock_of(torch.device("meta")) is None
 
 

@@ -63,9 +63,9 @@ def train(
         layers that get all tokens, or on quantised ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
       capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
-        CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
-        places stay empty. ``fdora plan`` says which. In one process on a GPU a few microbatches are timed first, and it is down
-        to a quarter of that where they take less together; a training that goes on keeps its own.
+        CPU, in a pipeline, or where it does not know the model), at least the longest sample, and down to three quarters of
+        that where fewer places stay empty. ``fdora plan`` says which. A pipeline is simulated, and in one process on a GPU a
+        few microbatches are timed first: then it is what takes least, down to a quarter. Who goes on keeps what it had.
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
         the same bits on a CPU, when it is called with the same arguments and a model loaded anew. Jobs that are not in it
         begin beside the others, which go on with what they have left: as alone still, to rounding, with other masks of
@@ -278,7 +278,7 @@ def prepared(
             lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
             clock = (clock or clock_of(device)) if depth == 1 else None  # processes would find different ones
             unplanned = Course(reads, orders, (), Schedule(Spec(longest), (), (), ()), "")
-            capacity, why = chosen(lengths, longest, limit, clock and timer_of(model, layers, banks, unplanned, clock))
+            capacity, why = chosen(lengths, longest, limit, depth, clock and timer_of(model, layers, banks, unplanned, clock))
         going = [name for name in names if name not in notes.get("diverged", ())]
         parts = [*parts, [going, capacity, start, depth]]
     whole = course()
