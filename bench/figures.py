@@ -191,9 +191,9 @@ def timeline(axes, name: str) -> None:
 
 def stages(axes, panel: tuple[str, int]) -> None:
     """Bubbles by the number of adapters."""
-    for way in ("padded", "mLoRA", "side by side", "schedule", "half"):
+    for way in ("padded", "mLoRA", "side by side", "schedule", "chosen"):
         rows = [row for row in result(panel[0])["rows"] if (row["world"], row["way"]) == (panel[1], way)]
-        label = {"half": "schedule, half the tokens in a microbatch"}.get(way, way)
+        label = {"chosen": "schedule, tokens of a microbatch chosen"}.get(way, way)
         axes.plot([row["adapters"] for row in rows], [row["bubble"] for row in rows], marker="o", label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"adapters; {panel[1]} stages of a 70B, simulated")

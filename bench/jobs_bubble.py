@@ -10,10 +10,11 @@ done. ``predicted`` has the last two, and what its actions take is found as for 
 An action of a stage takes as long as its layers: their seven linears as ``h100/layer_all`` measured them, DoRA of rank 16 with
 its norm given, on a line between the tokens there (below the least of them down to a read of W); attention, norms, sums and the
 last stage's head by the measured rates of fdora.jobs.plan on an H200; an optimizer's step for each layer, and a message for
-each number in it, as in that run. Samples, adapters and what is reported are bench.schedule's, whose ways have three more:
+each number in it, as in that run. Samples, adapters and what is reported are bench.schedule's, whose ways have four more:
 
 - padded: a batch of one adapter after the other, four samples a microbatch, padded to the longest;
 - mLoRA: the same microbatches in one pipeline, adapters by turns, each waiting for its own step alone;
+- chosen: a schedule with the tokens in a microbatch that fdora.jobs.train chooses for a pipeline, at most --capacity;
 - apart: the schedule with the gradients of A, B and m in the bubbles behind their backward. They then read dy once more.
 """
 
@@ -35,6 +36,7 @@ from bench.jobs_pipeline import bubbles
 from bench.quant_model import MODELS
 from bench.suite import Run, Suite
 from bench.table import pivot, side_by_side
+from fdora.jobs.causal.fit import Choice, chosen
 from fdora.jobs.plan import Adapter, Model, Part, Setup, card, read_model
 from fdora.jobs.plan.decoder import decoder
 from fdora.jobs.plan.layout import stages_of
@@ -155,6 +157,9 @@ def row_of(line: Line, lengths: list, spec: Spec) -> Iterator[tuple[str, dict]]:
         rows[way] = schedule.of([line.run(one) for one in each], len(microbatches), microbatches.count(()), spec, 0)
         rows[way]["throughput"] *= tokens / sum(sample.length for sample in chain(*microbatches))
     rows |= schedule.row(lengths, spec, line.run)
+    own = spec._replace(capacity=chosen(lengths, max(chain(*chain(*lengths))), Choice(spec.capacity, ""), spec.depth).tokens)
+    found = schedule.schedule(lengths, own)
+    rows["chosen"] = schedule.of([line.run(found)], len(found.microbatches), found.noops, own, found.bound)
     apart, whole = line.apart(schedule.schedule(lengths, spec)), rows["schedule"]
     rows["apart"] = whole | {"throughput": apart.throughput}
     rows["apart"]["bubble"] = 1 - (1 - whole["bubble"]) * apart.throughput / whole["throughput"]
