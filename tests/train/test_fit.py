@@ -126,7 +126,7 @@ def test_a_pipeline_is_chosen_by_its_simulation():
     assert chosen(lengths, 700, Choice(6144, ""))[0] > 4096  # on one GPU none waits
 
 
-def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path):
+def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path, caplog):
     """The bits are those of the capacity that it finds. Asked again it goes on with that one, whatever the clock says now."""
     now, ran, forward = [0.0], [], fit.losses_of
 
@@ -139,7 +139,9 @@ def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path):
     monkeypatch.setattr(fit, "losses_of", timed)
     how = {"dtype": torch.float32, "dropout": 0.1}
     model = model_of(**how)
+    caplog.set_level("INFO", "fdora.jobs")
     found = train(model, jobs_of(), folder=tmp_path, clock=lambda: now[0])
+    assert "capacity 128: at most 256, one batch of each adapter; seconds of 8 batches of each adapter: 256 take" in caplog.text
     assert {*ran} == {256, 192, 128, 64} and all(ran.count(n) == 3 * (1 + (n == 192)) for n in {*ran})
     assert found == train(other := model_of(**how), jobs_of(), capacity=128)
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))

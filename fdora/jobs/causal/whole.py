@@ -106,6 +106,8 @@ def train(
         while True:
             ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links), dropout_mode, clock)
             notes, works, rows = ready.notes, ready.course.works, [each.job for each in jobs]
+            if ready.why and links.rank == 0:
+                logger.info("capacity %d: %s", ready.course.schedule.spec.capacity, ready.why)
             waiting, more = list[tuple[Work, Tensor]](), list[TrainJob]()
             with begun(model, rows, ready, folder, seed, stages, links) as (state, runs):
                 write = partial(write_first, folder, links, runs.whole, rows, notes)
