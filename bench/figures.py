@@ -193,9 +193,8 @@ def stages(axes, panel: tuple[str, int]) -> None:
     """Bubbles by the number of adapters."""
     for way in ("padded", "mLoRA", "side by side", "schedule", "chosen"):
         rows = [row for row in result(panel[0])["rows"] if (row["world"], row["way"]) == (panel[1], way)]
-        label = {"chosen": "schedule, tokens of a microbatch chosen"}.get(way, way)
-        axes.plot([row["adapters"] for row in rows], [row["bubble"] for row in rows], marker="o", label=label)
-    axes.set_ylim(bottom=0)
+        axes.plot([str(row["adapters"]) for row in rows], [row["bubble"] for row in rows], marker="o", label=way)
+    axes.set_ylim(0, 1)
     axes.set_xlabel(f"adapters; {panel[1]} stages of a 70B, simulated")
     axes.set_ylabel("bubble")
     axes.legend(fontsize=7)
