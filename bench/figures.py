@@ -189,6 +189,17 @@ def timeline(axes, name: str) -> None:
     axes.legend(fontsize=7)
 
 
+def stages(axes, panel: tuple[str, int]) -> None:
+    """Bubbles by the number of adapters."""
+    for way in ("padded", "mLoRA", "side by side", "schedule", "chosen"):
+        rows = [row for row in result(panel[0])["rows"] if (row["world"], row["way"]) == (panel[1], way)]
+        axes.plot([str(row["adapters"]) for row in rows], [row["bubble"] for row in rows], marker="o", label=way)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel(f"adapters; {panel[1]} stages of a 70B, simulated")
+    axes.set_ylabel("bubble")
+    axes.legend(fontsize=7)
+
+
 FIGURES = {
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
@@ -199,6 +210,9 @@ FIGURES = {
         lambda: [(n, k) for n in studied("spread") for k in sorted({x["steps"] for x in result(n)["rows"]})], spread
     ),
     "timeline": Figure(partial(studied, "timeline"), timeline),
+    "stages": Figure(
+        lambda: [(n, w) for n in names("stages") for w in sorted({x["world"] for x in result(n)["rows"]})], stages
+    ),
 }
 
 

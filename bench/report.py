@@ -23,6 +23,7 @@ from bench import (
     diffusion,
     issue_time,
     jobs,
+    jobs_bubble,
     model,
     quant,
     quant_model,
@@ -568,6 +569,11 @@ SCHEDULES = (
     "Simulated, not measured: `python -m bench.schedule`, which says what the ways are. Time is counted in tokens of one "
     "stage, forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
 )
+STAGES = (
+    "Simulated from layers that were measured: `python -m bench.jobs_bubble`, which says how, and what the ways are. Bubble, "
+    "and tokens per second. Two stages on two H200 ({run}): {predicted:.1%} of {predicted_seconds:.3f} s in the same way, "
+    "{measured:.1%} of {measured_seconds:.3f} s measured."
+)
 QUANTISED = (
     "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of `python -m bench.quant`, and of "
     "`python -m bench.quant_model` for a decoder layer through PEFT. A mean is geometric; below 1 the first is faster."
@@ -801,6 +807,17 @@ SECTIONS = {
     "Many adapters in a pipeline": (
         ("schedule",),
         lambda: [SCHEDULES, *(schedule.markdown(result(name)) for name in names("schedule"))],
+    ),
+    "A model of 70B in a pipeline": (
+        ("stages",),
+        lambda: [
+            *(
+                part
+                for name in names("stages")
+                for part in (STAGES.format_map(result(name)["checks"][0]), jobs_bubble.markdown(result(name)))
+            ),
+            figure("stages", "Bubbles of 4 and 8 stages"),
+        ],
     ),
     "Many adapters end to end": (("jobs",), together),
     "The host": (("host",), the_host),

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from math import log
 from statistics import mean
 
 from bench.suite import One, Suite
 from bench.table import columns
-from fdora.jobs.schedule import Spec, Timeline, insert_noops, schedule, simulate
+from fdora.jobs.schedule import Sample, Spec, Timeline, insert_noops, schedule, simulate
 from fdora.jobs.schedule.groups import rounds_of
 from fdora.jobs.schedule.pack import first_fit
 
@@ -35,6 +37,8 @@ PAPER = {1: 0.4417, 2: 0.1500, 3: 0.1223, 4: 0.1109}
 PAPERS_RIVALS = {"Megatron's 1F1B": 0.4879, "mLoRA": 0.3411}
 WAYS = ("flushed", "side by side", "schedule", "half")
 SEEDS = 3
+Run = Callable[..., Timeline]
+Row = Callable[[list, Spec], Iterator[tuple[str, dict]]]
 
 
 def drawn(kinds: list[str], batches: int, samples: int, capacity: int, seed: int) -> list[list[list[int]]]:
@@ -47,11 +51,9 @@ def drawn(kinds: list[str], batches: int, samples: int, capacity: int, seed: int
     return [[[length(kind) for _ in range(samples)] for _ in range(batches)] for kind in kinds]
 
 
-def flushed(lengths: list[list[list[int]]], spec: Spec) -> tuple[list[Timeline], int]:
-    """A pipeline for each batch, and its microbatches."""
-    rounds = rounds_of(tuple((a,) for a in range(len(lengths))), lengths)
-    runs = [simulate(first_fit(samples, spec), spec.depth) for _, samples in rounds]
-    return runs, sum(len(run.microbatches) for run in runs)
+def alone(lengths: list[list[list[int]]]) -> list[list[Sample]]:
+    """The batches of all adapters, by turns."""
+    return [samples for _, samples in rounds_of(tuple((a,) for a in range(len(lengths))), lengths)]
 
 
 def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> dict:
@@ -63,30 +65,31 @@ def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> 
     return {"microbatches": count, "noops": noops, "bound": bound, "fill": fill, "bubble": bubble, "throughput": tokens / took}
 
 
-def row(lengths: list[list[list[int]]], spec: Spec) -> Iterator[tuple[str, dict]]:
-    rounds = rounds_of(tuple((a,) for a in range(len(lengths))), lengths)
-    beside = insert_noops([each for _, samples in rounds for each in first_fit(samples, spec)], spec)
+def row(lengths: list[list[list[int]]], spec: Spec, run: Run | None = None) -> Iterator[tuple[str, dict]]:
+    """``run``: microbatches through the pipeline, where they take other times than their tokens."""
+    run = run or partial(simulate, stages=spec.depth)
+    each = [first_fit(samples, spec) for samples in alone(lengths)]
+    beside = insert_noops([*chain(*each)], spec)
     found = schedule(lengths, spec)
     longest = max(n for batches in lengths for batch in batches for n in batch)
     small = spec._replace(capacity=max(spec.capacity // 2, longest + -longest % spec.multiple))
     halves = schedule(lengths, small)
-    runs, count = flushed(lengths, spec)
-    yield "flushed", of(runs, count, 0, spec, found.bound)
+    yield "flushed", of([*map(run, each)], sum(map(len, each)), 0, spec, found.bound)
     noops = sum(not each for each in beside)
-    yield "side by side", of([simulate(beside, spec.depth)], len(beside), noops, spec, found.bound)
-    yield "schedule", of([simulate(found, spec.depth)], len(found.microbatches), found.noops, spec, found.bound)
-    yield "half", of([simulate(halves, spec.depth)], len(halves.microbatches), halves.noops, small, halves.bound)
+    yield "side by side", of([run(beside)], len(beside), noops, spec, found.bound)
+    yield "schedule", of([run(found)], len(found.microbatches), found.noops, spec, found.bound)
+    yield "half", of([run(halves)], len(halves.microbatches), halves.noops, small, halves.bound)
 
 
-def rows(spec: Spec, batches: int, samples: int) -> Iterator[dict]:
+def rows(spec: Spec, batches: int, samples: int, row: Row = row) -> Iterator[dict]:
     kinds = list(KINDS)
     for count in range(1, len(kinds) + 1):
-        runs = {way: [] for way in WAYS}
+        runs = {}
         for start in range(len(kinds)):
             several = [kinds[(start + i) % len(kinds)] for i in range(count)]
             for seed in range(SEEDS):
                 for way, found in row(drawn(several, batches, samples, spec.capacity, seed), spec):
-                    runs[way].append(found)
+                    runs.setdefault(way, []).append(found)
         for way, found in runs.items():
             yield {"adapters": count, "way": way} | {key: mean(each[key] for each in found) for key in found[0]}
 

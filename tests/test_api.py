@@ -170,7 +170,7 @@ CAUSAL = {
     "TrainJob": "(job, data, batch=8, epochs=1, steps=None, seed=None, evaluation=None, evaluate=0)",
     "Trained": "(losses, evaluations, diverged)",
     "train": "(model, jobs, *, capacity=None, folder=None, every=100, seed=0, on_step=None, join=None, stages=1, "
-    "dropout_mode='peft')",
+    "dropout_mode='peft', clock=None)",
 }
 
 

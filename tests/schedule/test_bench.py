@@ -5,6 +5,7 @@ import re
 from bench import records, report, schedule
 from fdora.jobs.schedule import Spec, simulate
 from fdora.jobs.schedule import schedule as found
+from fdora.jobs.schedule.pack import first_fit
 
 
 def test_a_small_run(tmp_path):
@@ -24,7 +25,8 @@ def test_its_rows_are_the_simulators():
     rows = dict(schedule.row(lengths, spec))
     mine = simulate(found(lengths, spec), 3)
     assert rows["schedule"]["bubble"] == mine.bubble and abs(rows["schedule"]["throughput"] - mine.throughput) < 1e-9
-    runs, count = schedule.flushed(lengths, spec)
+    runs = [simulate(first_fit(samples, spec), 3) for samples in schedule.alone(lengths)]
+    count = sum(len(run.microbatches) for run in runs)
     tokens = sum(n for batches in lengths for batch in batches for n in batch)
     # busy times, forward and backward of every token on every stage, over all the time there was
     assert abs(rows["flushed"]["bubble"] - (1 - 2 * tokens / sum(run.time for run in runs))) < 1e-9 and len(runs) == 6

@@ -14,6 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from fdora.__main__ import main
+from fdora.jobs.causal import preview
+from fdora.jobs.schedule.order import batches_of
 
 WORDS = ["<s>", "</s>", *["the", "court", "holds", "that", "a", "cell", "is", "of", "some", "use"]]
 TOML = """
@@ -141,6 +143,28 @@ def test_memory_and_time_of_a_gpu(folder, capsys):
     assert "RTX 4090: 23.5 GiB" in (said := capsys.readouterr().out) and "about" not in said  # no measured rates
     assert main(["train", str(toml), "--gpu", "4090"]) == 0 and capsys.readouterr().out == said  # nothing is trained
     assert not (folder / "out").exists()
+
+
+def test_a_pipeline_is_planned_as_it_will_run(folder, capsys, monkeypatch):
+    """Its schedule keeps batches of an adapter apart; its bubble is said, and its stages are painted."""
+    toml, painted = folder / "jobs.toml", []
+    monkeypatch.setattr(preview, "draw", lambda line, *args, **how: painted.append((line, how["title"])))
+    toml.write_text("stages = 2\n" + toml.read_text().replace("float32", "bfloat16"))
+    assert main(["plan", str(toml), "--gpu", "h200", "--picture", "plan.png"]) == 0
+    ((line, title),), said = painted, capsys.readouterr().out
+    assert line.devices == 2 and line.bubble > 0 and least_distance(line.microbatches) == 2
+    assert f"bubble of 1F1B {line.bubble:.1%} in 2 stages" in said and f"bubble {line.bubble:.1%}" in title
+    assert "2 x H200 SXM: 1" in said and "capacity 32: as given" in said
+    toml.write_text(toml.read_text().replace("stages = 2\n", ""))
+    assert main(["train", str(toml)]) == 0  # and what runs with fewer in flight can be planned still
+    toml.write_text("stages = 2\n" + toml.read_text())
+    assert main(["plan", str(toml)]) == 0 and "to do: 0 of" in capsys.readouterr().out
+
+
+def least_distance(microbatches):
+    """The least distance between two batches of an adapter."""
+    found = [(a, j, p) for p, each in enumerate(microbatches) for a, j in batches_of(each)]
+    return min(q - p for a, j, p in found for b, k, q in found if (a, j + 1) == (b, k))
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

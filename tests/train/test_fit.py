@@ -1,5 +1,7 @@
 """What the planner says of fdora.jobs.train, against what torch keeps of its forward on a CPU."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` install
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fdora.jobs.causal import fit
 from fdora.jobs.causal.banks import norms_of, running
 from fdora.jobs.causal.data import pack
 from fdora.jobs.causal.fit import DEFAULT, Choice, chosen, memory_of, most, terms_of
@@ -16,7 +19,7 @@ from fdora.jobs.causal.runs import losses_of
 from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job
 from fdora.jobs.plan import card
-from fdora.jobs.schedule import Spec, schedule
+from fdora.jobs.schedule import Spec, schedule, simulate
 from tests.memory import held_bytes
 
 NAMES = ("law", "med")
@@ -91,6 +94,69 @@ def test_fewest_empty_places():
     assert chosen([[[64]]], 64, Choice(0, "nothing fits")) == chosen([[[64]]], 64, Choice(1, "nothing fits"))._replace(
         why="at most 64, the longest sample; nothing fits: 0; empty places in 8 batches of each adapter: 64 leave 0"
     )
+
+
+def test_what_takes_least_is_chosen():
+    """By a clock on which a microbatch takes 1 s, and 1 s for each 10 tokens from 49 on; what does not fit is not taken."""
+    lengths, asked = [[[12] * 8] * 2, [[8] * 4] * 2], []
+
+    def took(microbatches):
+        asked.append(max(sum(sample.length for sample in each) for each in microbatches))
+        return math.inf if asked[-1] > 100 else len(microbatches) * (1.0 + max(0, asked[-1] - 48) / 10)
+
+    best, why = chosen(lengths, 12, Choice(10**6, "all of it"), took=took)
+    assert asked == [128, 112, 96, 64, 32]  # all samples of 12 and 8 tokens together: 128 fit one batch of each
+    counts = {n: len(schedule(lengths, Spec(n, seconds=0)).microbatches) for n in (96, 64, 32)}
+    found = {96: counts[96] * 5.8, 64: counts[64] * 2.6, 32: counts[32] * 1.0}
+    assert best == min(found, key=found.get) == 32 and "seconds of 8 batches of each adapter: 128 take inf" in why
+
+
+def test_a_pipeline_is_chosen_by_its_simulation():
+    """One adapter alone waits for its own step: smaller microbatches leave fewer gaps, until their messages cost more."""
+    lengths = [[[700] * 16] * 4]
+    best, why = chosen(lengths, 700, Choice(6144, ""), 4)
+    times = {}
+    for n in (6144, 5376, 4608, 3072, 1536):
+        found = schedule(lengths, Spec(n, 4, seconds=0))
+        times[n] = simulate(found, 4, forward=lambda each, _: sum(s.length for s in each) + 256 * bool(each)).time
+    assert (
+        best == min(times, key=times.get) < 3072
+        and f"on 4 stages of 8 batches of each adapter: 6144 take {times[6144]:.6g}" in why
+    )
+    assert chosen(lengths, 700, Choice(6144, ""))[0] > 4096  # on one GPU none waits
+
+
+def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path, caplog):
+    """The bits are those of the capacity that it finds. Asked again it goes on with that one, whatever the clock says now."""
+    now, ran, forward = [0.0], [], fit.losses_of
+
+    def timed(logits, params, norms, packed):
+        now[0] += 1e3 * (len(packed.ids) not in ran)  # as if it compiled
+        ran.append(len(packed.ids))
+        now[0] += 1.0 if len(packed.ids) <= 128 else 50.0  # of 8 a microbatch of 128 takes the place of 4 of 256
+        return forward(logits, params, norms, packed)
+
+    monkeypatch.setattr(fit, "losses_of", timed)
+    how = {"dtype": torch.float32, "dropout": 0.1}
+    model = model_of(**how)
+    caplog.set_level("INFO", "fdora.jobs")
+    found = train(model, jobs_of(), folder=tmp_path, clock=lambda: now[0])
+    assert "capacity 128: at most 256, one batch of each adapter; seconds of 8 batches of each adapter: 256 take" in caplog.text
+    assert {*ran} == {256, 192, 128, 64} and all(ran.count(n) == 3 * (1 + (n == 192)) for n in {*ran})
+    assert found == train(other := model_of(**how), jobs_of(), capacity=128)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    ran.clear()
+    assert found == train(model_of(**how), jobs_of(), folder=tmp_path, clock=lambda: 0.0) and not ran
+
+
+def test_what_does_not_fit_takes_for_ever(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fit, "losses_of", full)
+    layers, banks, course, *_ = prepared(model := model_of(), jobs_of(), 256)
+    assert fit.timer_of(model, layers, banks, course, lambda: 0.0)([course.works[0].samples]) == math.inf
+    assert fit.clock_of(torch.device("cpu")) is fit.clock_of(torch.device("meta")) is None
 
 
 def test_it_is_what_train_takes():

@@ -8,7 +8,7 @@ jobs.toml, of which model, output and each job's data, lr and adapter are needed
 
     model = "path/to/model"               # of transformers; a name of its hub where that can be reached
     output = "adapters"                   # gets adapters/law, adapters/med, and a checkpoint while it runs
-    capacity = 4096                       # the most tokens of a microbatch; without it chosen, as fdora plan says
+    capacity = 4096                       # the most tokens of a microbatch; without it chosen: fdora plan says how
     dtype = "bfloat16"                    # of the model's weights; device, every and seed beside it
     dropout_mode = "lora"                 # of DoRA; without it PEFT's
     stages = 2                            # a pipeline of processes: torchrun --nproc-per-node 2 -m fdora train jobs.toml
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         if a.plan or a.gpu or a.picture:
             model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
             folder, mode = Path(found["output"]) / "checkpoint", found.get("dropout_mode", "peft")
-            ready = prepared(model, jobs, found.get("capacity"), folder, where, dropout_mode=mode)
+            ready = prepared(model, jobs, found.get("capacity"), folder, where, found.get("stages", 1), mode)
             print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
                 paint(ready.course, jobs, a.picture)

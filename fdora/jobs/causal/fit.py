@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fdora._check import FdoraError, fail
-from fdora.jobs.causal.banks import Layer
-from fdora.jobs.causal.data import Read
+from fdora.jobs.causal.banks import Layer, norms_of, running
+from fdora.jobs.causal.data import Course, Read, pack
 from fdora.jobs.causal.records import FN
+from fdora.jobs.causal.runs import losses_of
 from fdora.jobs.loop import Work
+from fdora.jobs.loop.step import leaves_of
 from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
 from fdora.jobs.plan.memory import SPARE
 from fdora.jobs.plan.setup import check_setup
-from fdora.jobs.schedule import Spec, schedule
-from fdora.jobs.schedule.records import Lengths
+from fdora.jobs.schedule import Spec, schedule, simulate
+from fdora.jobs.schedule.records import Lengths, Microbatch
+from fdora.jobs.schedule.simulate import tokens
 from fdora.predict import GPUS
 
 BF16 = dict.fromkeys(("torch.bfloat16", "torch.float16"), "bf16")  # the planner's word for 16 bits
 DEFAULT = 4096  # tokens of a microbatch where nothing is planned
+MESSAGE = 256  # tokens whose forward takes as long: 0.4 ms on two H200, where 1000 tokens took 1.7 ms (bench.jobs_bubble)
 TRIED = 8  # batches of each adapter, by which tokens of a microbatch are compared
+
+
+Took = Callable[[Sequence[Microbatch]], float]
 
 
 class Terms(NamedTuple):
@@ -83,8 +93,8 @@ def seconds_of(terms: Terms, works: Sequence[Work], card: Card) -> float:
     """Of these microbatches, as if each were as long as the mean."""
     count = len(works)
     mean = sum(sample.length for work in works for sample in work.samples) // count
-    time = times(*terms, mean, card.profile)
-    return time.step(count) + (sum(bool(work.due) for work in works) - 1) * time.update
+    each = times(*terms, mean, card.profile)
+    return each.step(count) + (sum(bool(work.due) for work in works) - 1) * each.update
 
 
 class Choice(NamedTuple):
@@ -106,19 +116,57 @@ def most(find: Callable[[], Terms], card: Card | None) -> Choice:
     return Choice(capacity(*terms, max(1, int(budget))), f"by the planner the most on {card.name}")
 
 
-def chosen(lengths: Lengths, longest: int, limit: Choice) -> Choice:
+def timer_of(
+    model: Any, layers: Mapping[str, Layer], banks: Mapping[str, Any], course: Course, clock: Callable[[], float]
+) -> Took:
+    """Seconds of microbatches as if all took as long as the fullest: its least of three times, of which one may compile."""
+    params, _ = leaves_of({path: bank.params for path, bank in banks.items()})
+    norms, device = norms_of(layers, params), next(iter(layers.values())).W.device
+
+    def seconds(microbatches: Sequence[Microbatch]) -> float:
+        samples = max(microbatches, key=lambda each: tokens(each, 0))
+        packed = pack(course, Work(samples, (), ()), device)._replace(seed=0)
+        took, start = math.inf, clock()
+        with running(model, layers) as logits, suppress(torch.OutOfMemoryError):
+            for _ in range(3):
+                losses_of(logits, params, norms, packed).sum().backward()
+                took, start = min(took, (now := clock()) - start), now
+        return len(microbatches) * took
+
+    return seconds
+
+
+def clock_of(device: torch.device) -> Callable[[], float] | None:
+    """The time at which a GPU has done what it was given; none of a CPU."""
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock if device.type == "cuda" else None
+
+
+def through(stages: int, microbatches: Sequence[Microbatch]) -> float:
+    """The time of a pipeline, in tokens of a stage. Small microbatches leave fewer gaps, but each has its message."""
+    return simulate(microbatches, stages, forward=lambda each, _: tokens(each, 0) + MESSAGE if each else 0.0).time
+
+
+def chosen(lengths: Lengths, longest: int, limit: Choice, depth: int = 1, took: Took | None = None) -> Choice:
     """Tokens from three quarters of the limit up to all of it: what leaves the fewest places empty, and of equals the most.
 
-    Never fewer than the longest sample has, nor more than a batch of each adapter: more are never together.
+    Never fewer than the longest sample has, nor more than a batch of each adapter: more are never together. In a pipeline, and
+    where ``took`` says what microbatches take, from a quarter up: what takes the least.
     """
+    took = partial(through, depth) if depth > 1 else took
     together = sum(max(map(sum, batches), default=0) for batches in lengths)
     top, why = min((together, "one batch of each adapter"), limit)
     if top < longest:
         top, why = longest, f"the longest sample; {why}: {top}"
-    first, tried = [batches[:TRIED] for batches in lengths], dict[int, int]()
-    for n in sorted({max(longest, top * part // 8) for part in (6, 7, 8)}, reverse=True):
-        found = schedule(first, Spec(n, seconds=0))
-        tried[n] = len(found.microbatches) * n - found.tokens
+    first, tried, said = [batches[:TRIED] for batches in lengths], dict[int, float](), list[str]()
+    for n in sorted({max(longest, top * part // 8) for part in ((2, 4, 6, 7, 8) if took else (6, 7, 8))}, reverse=True):
+        found = schedule(first, Spec(n, depth, seconds=0))
+        tried[n] = took(found.microbatches) if took else len(found.microbatches) * n - found.tokens
+        said.append(f"{n} {'take' if took else 'leave'} {tried[n]:.6g}")
     best = min(tried, key=lambda n: tried[n])
-    counts = ", ".join(f"{n} leave {left}" for n, left in tried.items())
-    return Choice(best, f"at most {top}, {why}; empty places in {TRIED} batches of each adapter: {counts}")
+    what = "empty places in" if took is None else "seconds of" if depth == 1 else f"tokens' time on {depth} stages of"
+    return Choice(best, f"at most {top}, {why}; {what} {TRIED} batches of each adapter: {', '.join(said)}")

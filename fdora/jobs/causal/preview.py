@@ -21,25 +21,26 @@ def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | No
     """Lines for each job, the schedule, memory, and time where the rates of the GPU are known."""
     layers, banks, course, _, notes, _, why = ready
     left = course.works[notes["position"] :]
-    names, lines = [each.job.name for each in jobs], []
+    names, lines, stages = [each.job.name for each in jobs], [], course.schedule.spec.depth
     for a, each in enumerate(jobs):
         kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
         lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
     lines += [
         f"to do: {len(left)} of {len(course.works)} microbatches",
-        *summary(course.schedule, notes["parts"][-1][0], 1),
+        *summary(course.schedule, notes["parts"][-1][0], stages),
         f"capacity {course.schedule.spec.capacity}: {why or 'as given'}",
     ]
     most = max(sum(sample.length for sample in work.samples) for work in course.works)
     try:
         terms = terms_of(model, layers, banks, names, course.reads)
-        lines += [f"memory of the largest microbatch, {most} tokens:", *components(memory_of(terms, most))]
+        lines += [f"memory of the whole model and the largest microbatch, {most} tokens:", *components(memory_of(terms, most))]
     except FdoraError as error:
         return [*lines, f"memory: not planned. {error}"]
     if card is None:
         return lines
-    time = f", about {seconds_of(terms, left, card):.0f} s" if card.measured and left else ""
-    return [*lines, f"{card.name}: {card.bytes / GIB:.1f} GiB{time}"]
+    share = stages * (1 - simulate(course.schedule, stages).bubble)  # of the GPUs, that work at a time
+    time = f", about {seconds_of(terms, left, card) / share:.0f} s" if card.measured and left else ""
+    return [*lines, f"{stages} x {card.name}: {card.bytes / GIB:.1f} GiB{time}"]
 
 
 def of_job(each: TrainJob, a: int, course: Course) -> str:
@@ -52,7 +53,8 @@ def of_job(each: TrainJob, a: int, course: Course) -> str:
 
 
 def paint(course: Course, jobs: Sequence[TrainJob], path: str) -> None:
-    """The microbatches by time, each as long as it has tokens."""
+    """The microbatches by time, each as long as it has tokens, on each stage."""
     with writing(FN, "picture"):
         names, microbatches = [each.job.name for each in jobs], [work.samples for work in course.works]
-        draw(simulate(microbatches, 1), path, names=names, title=f"{len(microbatches)} microbatches")
+        line = simulate(microbatches, course.schedule.spec.depth)
+        draw(line, path, names=names, title=f"{len(microbatches)} microbatches, bubble {line.bubble:.1%}")

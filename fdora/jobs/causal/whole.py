@@ -17,7 +17,7 @@ from fdora._command import progress
 from fdora.functional import DoraParams
 from fdora.jobs.causal.banks import Layer, Mode, layers_of, norms_of, running
 from fdora.jobs.causal.data import Course, Part, Read, check_job, course_of, order_of, read
-from fdora.jobs.causal.fit import card_of, chosen, most, terms_of
+from fdora.jobs.causal.fit import card_of, chosen, clock_of, most, terms_of, timer_of
 from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
 from fdora.jobs.causal.runs import Ran, Runs, alone, logger, shares
 from fdora.jobs.causal.stages import cut_of, depth_for, staged
@@ -26,6 +26,7 @@ from fdora.jobs.loop.files import FILE
 from fdora.jobs.loop.records import TREES, Params, check_names, kept_of
 from fdora.jobs.loop.watch import watching
 from fdora.jobs.plan import Card
+from fdora.jobs.schedule import Schedule, Spec
 from fdora.jobs.schedule.order import Batch
 
 
@@ -41,6 +42,7 @@ def train(
     join: Callable[[], Iterable[TrainJob]] | None = None,
     stages: int = 1,
     dropout_mode: Mode = "peft",
+    clock: Callable[[], float] | None = None,
 ) -> Trained:
     """Train adapters of one model together: for each, ``P_a <- AdamW_a(P_a, clip_a(d loss_a / dP_a))``, as if it were alone.
 
@@ -61,8 +63,9 @@ def train(
         layers that get all tokens, or on quantised ones whose product is that of the decoded weight.
       jobs: an adapter, its data and its optimizer each.
       capacity: the most tokens of a microbatch. None: at most what the planner says fits into the GPU's memory (4096 on a
-        CPU, or where it does not know the model), at least the longest sample, and down to three quarters of that where fewer
-        places stay empty. ``fdora plan`` says which.
+        CPU, in a pipeline, or where it does not know the model), at least the longest sample, and down to three quarters of
+        that where fewer places stay empty. ``fdora plan`` says which. A pipeline is simulated, and in one process on a GPU a
+        few microbatches are timed first: then it is what takes least, down to a quarter. Who goes on keeps what it had.
       folder: for a checkpoint of all adapters, the schedule and the losses. A training that was stopped goes on from it, to
         the same bits on a CPU, when it is called with the same arguments and a model loaded anew. Jobs that are not in it
         begin beside the others, which go on with what they have left: as alone still, to rounding, with other masks of
@@ -79,6 +82,7 @@ def train(
         the model whole; stage n of S has layers ``L n // S`` up to ``L (n + 1) // S``. Frozen weights of other layers are not
         touched, wherever they lie. The first process writes checkpoints and reports steps; all get what is returned, and the
         trained parameters. For a checkpoint, for an evaluation (whose backward is wasted) and for ``join`` it runs empty.
+      clock: by which the capacity is timed on a CPU, too; or another than the GPU's.
 
     Returns:
       The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite
@@ -100,8 +104,10 @@ def train(
     links = connect() if stages > 1 else Links((0,), 0, (), (), None)
     with watching(FN, links.sums):  # who fails says so to those who wait for it
         while True:
-            ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links), dropout_mode)
+            ready = prepared(model, jobs, capacity, folder, None, depth_for(stages, links), dropout_mode, clock)
             notes, works, rows = ready.notes, ready.course.works, [each.job for each in jobs]
+            if ready.why and links.rank == 0:
+                logger.info("capacity %d: %s", ready.course.schedule.spec.capacity, ready.why)
             waiting, more = list[tuple[Work, Tensor]](), list[TrainJob]()
             with begun(model, rows, ready, folder, seed, stages, links) as (state, runs):
                 write = partial(write_first, folder, links, runs.whole, rows, notes)
@@ -235,6 +241,7 @@ def prepared(
     card: Card | None = None,
     depth: int = 1,
     dropout_mode: Mode = "peft",
+    clock: Callable[[], float] | None = None,
 ) -> Prepared:
     """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
     if dropout_mode not in ("peft", "lora"):
@@ -258,18 +265,22 @@ def prepared(
 
     old = [a for a, name in enumerate(names) if name in notes.get("losses", ())]
     same = len(old) == len(names)
-    other_end = same and notes and (capacity not in (None, parts[-1][1]) or depth > Part(*parts[-1]).depth)
+    device = next(iter(layers.values())).W.device
+    shallow = notes and device.type != "meta" and depth > Part(*parts[-1]).depth  # a plan does not know the processes
+    other_end = same and notes and (capacity not in (None, parts[-1][1]) or shallow)
     if notes and (course().mark != notes["schedule"] or other_end):
         raise other(folder)
     if not same:
         if capacity is None:
-            every, device = [*reads, *filter(None, judged)], next(iter(layers.values())).W.device
+            every = [*reads, *filter(None, judged)]
             longest = max(n for each in every for n in each.tokens.values())
             limit = most(
-                partial(terms_of, model, layers, banks, names, every), card or (card_of(device) if depth == 1 else None)
+                partial(terms_of, model, layers, banks, names, every), (card or card_of(device)) if depth == 1 else None
             )
             lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
-            capacity, why = chosen(lengths, longest, limit)
+            clock = (clock or clock_of(device)) if depth == 1 else None  # processes would find different ones
+            unplanned = Course(reads, orders, (), Schedule(Spec(longest), (), (), ()), "")
+            capacity, why = chosen(lengths, longest, limit, depth, clock and timer_of(model, layers, banks, unplanned, clock))
         going = [name for name in names if name not in notes.get("diverged", ())]
         parts = [*parts, [going, capacity, start, depth]]
     whole = course()
