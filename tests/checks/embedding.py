@@ -28,13 +28,6 @@ def numbers(V=11, lead=(3, 4), seed=0):
     return (torch.rand(lead, generator=rand) ** 2 * V).long().to(device.NAME)
 
 
-EXTRAS = ({}, {"padding_idx": 2}, {"padding_idx": -10}, {"max_norm": 0.9}, {"padding_idx": 0, "max_norm": 0.8})
-
-
-def wrapped(extra, V):
-    return extra | ({"padding_idx": extra["padding_idx"] % V} if "padding_idx" in extra else {})
-
-
 def gradients_reach_a_given_norm():
     for axis in (0, 1):
         W, A, B, m = table(axis=axis)

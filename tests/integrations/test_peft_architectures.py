@@ -14,7 +14,7 @@ from tests.integrations.models import perturb
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 IDS = torch.arange(24).view(2, 12) % 47 + 3
-BOTH, NO_MLP, NO_QKV, NEITHER = (2, 2), (0, 2), (2, 0), (0, 0)  # in two layers: MLPs, groups of q, k, v
+BOTH, NO_MLP, NEITHER = (2, 2), (0, 2), (0, 0)  # in two layers: MLPs, groups of q, k, v
 
 # name: what is fused, then what the config needs beside SIZES. keep_inner: the model writes over outputs of its layers.
 CASES = {

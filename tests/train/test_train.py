@@ -322,9 +322,6 @@ def test_resumed_to_the_bit(model_of, tmp_path):
         train(again, jobs, capacity=17, folder=tmp_path)
 
 
-FIRST = {name: ADAPTERS[name] for name in ("med", "code")}
-
-
 def as_alone(trained, jobs, model):
     for each in jobs:
         name, stock = each.job.name, model_of()

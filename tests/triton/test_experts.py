@@ -206,18 +206,3 @@ def test_compiled_with_tensors():
         got = grads(torch.compile(loss, fullgraph=True, backend="aot_eager")(**leaves), None, **leaves)
         for n in leaves:
             torch.testing.assert_close(got[n], want[n], msg=n)
-
-
-def test_vmap_over_adapters():
-    t, ends = drawn("few", torch.float32)
-    offsets = torch.tensor(ends, device=device.NAME)
-
-    def loss(A, x):
-        return dora_experts(x, t["W"], A, t["B"], t["m"], s=S, offsets=offsets, backend="triton").square().sum()
-
-    bank = torch.stack([t["A"], 2 * t["A"]])
-    got = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(bank, t["x"])
-    for A, d in zip(bank, got, strict=True):
-        A = A.detach().requires_grad_()
-        (want,) = torch.autograd.grad(loss(A, t["x"]), A)
-        torch.testing.assert_close(d, want)

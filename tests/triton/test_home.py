@@ -495,26 +495,6 @@ def test_autocast(base):
         assert rel_l2(a, b) <= 8e-3, n
 
 
-@either
-@pytest.mark.parametrize("M", [SMALL, TILED])
-def test_a_bank_of_adapters(M):
-    many = [inputs(M, seed=i) for i in range(3)]
-    x, W, dy = (many[0][n] for n in ("x", "W", "dy"))
-    bank = [torch.stack([t[n] for t in many]) for n in "ABm"]
-
-    def loss(A, B, m):
-        y = dora_linear(x, W, A, B, m, s=S, **BACKEND)
-        return (y * dy).float().sum(), y
-
-    got, ys = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True))(*bank)
-    for i in range(3):
-        one = [t[i].detach().requires_grad_() for t in bank]
-        value, y = loss(*one)
-        assert torch.equal(ys[i], y)
-        for a, b in zip(got, torch.autograd.grad(value, one), strict=True):
-            assert torch.equal(a[i], b)
-
-
 @gpu
 def test_nothing_of_size_m_n_is_kept_beside_y():
     M, N, K, r = 8192, 4096, 512, 16

@@ -123,14 +123,6 @@ def test_squares_of_shards_add_up():
     assert torch.equal(mapped[0], triton_norm(t, squared=True))
 
 
-def test_a_bank_of_adapters():
-    many = [tensors(40, 70, 20, dtype=torch.float16, seed=i) for i in range(3)]
-    A, B = (torch.stack([t[n] for t in many]) for n in "AB")
-    W = many[0]["W"]
-    got = torch.func.vmap(lambda A, B: dora_norm(W, A, B, s=0.7, backend="triton"))(A, B)
-    assert all(torch.equal(got[i], dora_norm(W, A[i], B[i], s=0.7, backend="triton")) for i in range(3))
-
-
 @needs_gpu
 def test_start_is_an_exact_no_op_on_the_gpu():
     for dtype in DTYPES:
