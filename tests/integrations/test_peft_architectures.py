@@ -1,5 +1,8 @@
 """use_fdora(fuse=True) on the architectures of transformers: tiny, random, float64; logits and all gradients as stock PEFT's."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -82,6 +85,9 @@ CASES = {
 }
 
 
+COPIED = ("Llama", "Qwen3", "Gemma")
+
+
 def made(name, config="", targets="all-linear", keep_inner=False, **settings):
     name = name.partition(",")[0]
     model, config = (getattr(transformers, n, None) for n in (f"{name}ForCausalLM", config or f"{name}Config"))
@@ -119,6 +125,9 @@ def test_the_model_stays_the_same(name):
         assert_exact(got[each], want[each], each)
     assert not any(row.composed or row.fallbacks for row in report(model))
     assert all(group.waiting is None for group in groups)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))) if name in COPIED else ():
+        for each, t in step(twin).items():
+            assert_exact(t, want[each], each)
     restore(model)
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(a, want[n]) for n, a in step(model).items())
