@@ -7,9 +7,8 @@ import torch
 
 import fdora
 from fdora.eager import experts as eager
-from fdora.functional import dora_experts, dora_norm
+from fdora.functional import dora_experts
 from fdora.triton import experts as kernels_of
-from fdora.triton import multi
 from tests import device, reference
 from tests.checks.experts import S, layers_of_mlps, mixture, mlp, ours, weights_of
 from tests.close import assert_compiles, assert_within, rel_l2
@@ -109,15 +108,6 @@ def test_strangers_stay_strangers(as_hopper):
         got = [y[well], found["x"][well], *(found[n][2] for n in NAMES[1:])]
         want = want or got
         assert all(map(torch.equal, got, want)), what
-
-
-def test_norms_of_all_experts_in_one_launch():
-    for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
-        t = mixture(3, 150, 140, 20, 1, dtype, adapter)
-        want = torch.stack([reference.norm(*(t[n][e] for n in "WAB"), S) for e in range(3)])
-        assert rel_l2(dora_norm(t["W"], t["A"], t["B"], s=S, backend="triton"), want) < 1e-6
-        s = torch.full((3,), S, device=device.NAME)
-        assert rel_l2(multi.bank_norm(t["W"], t["A"], t["B"], s, None, 20_000), want) < 1e-6
 
 
 def test_what_stands_around():

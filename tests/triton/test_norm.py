@@ -33,12 +33,9 @@ def test_every_partial_is_written_and_bits_repeat():
         assert torch.equal(triton_norm(t, max_bytes=max(max_bytes, 25_000)), first)
 
 
-def test_base_sqnorm_and_empty():
+def test_a_norm_given_of_W_changes_no_bit():
     t = tensors(40, 70, 20, dtype=torch.float16)
     assert torch.equal(triton_norm(t, base_sqnorm=dora_base_sqnorm(t["W"])), triton_norm(t))
-    W, A, B = t["W"], t["A"], t["B"]
-    assert dora_norm(W[:0], A, B[:0], s=1.0, backend="triton").shape == (0,)
-    assert (dora_norm(W[:, :0], A[:, :0], B, s=1.0, backend="triton") == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(130, 264, 144), (128, 256, 192), (200, 136, 136)], ids=str)
