@@ -31,3 +31,26 @@ def assert_within(got, naive, truth, what=""):
 
 def rms(t):
     return t.square().mean().sqrt().item()
+
+
+def outputs_and_gradients(call, leaves):
+    """What ``call()`` gives, and the gradients of a random projection of all of it."""
+    ys = call()
+    ys = list(ys) if isinstance(ys, (tuple, list)) else [ys]
+    dys = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).to(y) for i, y in enumerate(ys)]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
+
+
+def assert_near(got, want, limit):
+    """Outputs and gradients of two calls; zeros where there are no others."""
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and (rel_l2(a, b) < limit if b.any() else not a.any())
+
+
+def assert_compiles(call, leaves, limit):
+    """A call that is one graph has the outputs and the gradients of the plain one."""
+    torch._dynamo.reset()
+    assert_near(
+        *(outputs_and_gradients(each, leaves) for each in (torch.compile(call, backend="aot_eager", fullgraph=True), call)),
+        limit,
+    )

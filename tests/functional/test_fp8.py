@@ -21,7 +21,7 @@ from fdora.functional import (
 )
 from fdora.quant import cut, from_mxfp8, quantize, with_transpose
 from tests import device
-from tests.close import rel_l2
+from tests.close import assert_compiles, outputs_and_gradients, rel_l2
 from tests.memory import saved
 
 S = 0.7
@@ -264,10 +264,8 @@ def test_codes_kept_transposed(kind):
     for part in (both, cut(both, rows=slice(128, 384)), cut(both, columns=slice(256, 512))):
         assert torch.equal(part.tensors[2].view(torch.uint8), part.tensors[0].view(torch.uint8).T)
         assert part.tensors[2].is_contiguous()
-    x, dy, found = x_of(90, K=512), torch.randn(90, 512, device=device.NAME, dtype=BF16), []
-    for each in (both, W):
-        y = dora_linear(x, each, A, B, m, s=S, **HOW)
-        found.append([y, *torch.autograd.grad(y, [x, A, B, m], dy)])
+    x = x_of(90, K=512)
+    found = [outputs_and_gradients(lambda W=W: dora_linear(x, W, A, B, m, s=S, **HOW), [x, A, B, m]) for W in (both, W)]
     assert all(map(torch.equal, *found))
     for other, have in ((quantize(W.dequantize(), "int8"), "of kind int8"), (W.dequantize(), "a Tensor")):
         with pytest.raises(FdoraError, match=f"`W` must be a QuantWeight of kind fp8, got {have}"):
@@ -373,16 +371,7 @@ def test_autocast_and_compiled_whole():
     want = dora_linear(x, W, A, B, m, s=S, compute="fp8")
     assert torch.equal(y, want)
 
-    def f(x, W, A, B, m):
-        return dora_linear(x, W, A, B, m, s=S, compute="fp8", grad_compute="fp8")
-
-    torch._dynamo.reset()
-    results = []
-    for call in (torch.compile(f, backend="aot_eager", fullgraph=True), f):
-        out = call(x, W, A, B, m)
-        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, A, B, m])])
-    for got, want in zip(*results, strict=True):
-        assert rel_l2(got, want) < 5e-3
+    assert_compiles(lambda: dora_linear(x, W, A, B, m, s=S, **HOW), [x, A, B, m], 5e-3)
 
 
 def test_no_tokens():

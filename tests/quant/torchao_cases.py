@@ -21,11 +21,6 @@ def linear(N=256, K=384, dtype=torch.bfloat16):
     return torch.nn.Linear(K, N, bias=False, dtype=dtype)
 
 
-def quantised(config, layer):
-    ao.quantize_(layer, config)
-    return layer.weight
-
-
 def same(q, want):
     assert q.shape == tuple(want.shape) and q.dtype == want.dtype
     assert torch.equal(q.dequantize(), want) and torch.equal(q.dequantize(rows=slice(3, 37)), want[3:37])

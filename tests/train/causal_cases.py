@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.train.test_train import (
     CONFIGS,
     Stop,
     Until,
-    alone,
+    as_alone,
     jobs_of,
     joining,
     model_of,
@@ -41,24 +42,13 @@ def halved(model, cut):
     return model
 
 
-def as_alone(trained, jobs, model, family="llama"):
-    for each in jobs:
-        name, stock = each.job.name, model_of(family)
-        losses, evaluations = alone(stock, each)
-        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
-        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
-        wanted, start = parameters(stock, name), parameters(model_of(family), name)
-        for path, p in parameters(model, name).items():
-            assert (p - wanted[path]).abs().max() < 0.02 * (p - start[path]).abs().max(), path
-
-
 def case_each_adapter_trains_as_alone():
     """Each process without the frozen weights of the other; the first saves what both trained."""
     for n, family in enumerate(CONFIGS):
         model, jobs, seen = halved(model_of(family), 1), jobs_of(), []
         trained = train(model, jobs, capacity=40, stages=2, on_step=seen.append)
         if dist.get_rank() == n % 2:
-            as_alone(trained, jobs, model, family)
+            as_alone(trained, jobs, model, partial(model_of, family))
         assert len(seen) == (0 if dist.get_rank() else sum(map(len, trained.losses.values())))
         assert sum(step.evaluation is not None for step in seen) in (0, sum(map(len, trained.evaluations.values())))
 

@@ -146,25 +146,31 @@ def parameters(model, name):
     return {path: p.detach() for path, p in model.named_parameters() if f".{name}." in path}
 
 
+def as_alone(trained, jobs, model, made=model_of):
+    """Losses, evaluations and parameters of each job are those of PEFT's own loop on what ``made()`` gives."""
+    for each in jobs:
+        name, stock = each.job.name, made()
+        losses, evaluations = alone(stock, each)
+        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
+        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
+        wanted, start = parameters(stock, name), parameters(made(), name)
+        for path, p in parameters(model, name).items():
+            moved = (p - start[path]).abs().max()
+            assert moved > 1e-3 and (p - wanted[path]).abs().max() < 0.02 * moved, path
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_each_adapter_trains_as_alone(family, caplog):
     model, jobs, seen = model_of(family), jobs_of(), []
     with caplog.at_level(logging.INFO, logger="fdora.jobs"):
         trained = train(model, jobs, capacity=40, on_step=seen.append)
+    as_alone(trained, jobs, model, functools.partial(model_of, family))
     for each in jobs:
-        name, stock = each.job.name, model_of(family)
-        losses, evaluations = alone(stock, each)
-        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
-        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
-        own = [step for step in seen if step.name == name]
-        assert [step.step for step in own] == list(range(1, len(losses) + 1)) and {s.steps for s in own} == {len(losses)}
+        name, own = each.job.name, [step for step in seen if step.name == each.job.name]
+        assert {s.steps for s in own} == {len(batches_of(each))} and [step.step for step in own] == list(range(1, len(own) + 1))
         assert [step.loss for step in own] == list(trained.losses[name])
-        assert [step.rate for step in own] == [each.job.rate(n) for n in range(len(losses))]
+        assert [step.rate for step in own] == [each.job.rate(n) for n in range(len(own))]
         assert {s.step: s.evaluation for s in own if s.evaluation is not None} == trained.evaluations[name]
-        wanted, start = parameters(stock, name), parameters(model_of(family), name)
-        for path, p in parameters(model, name).items():
-            moved = (p - start[path]).abs().max()
-            assert moved > 1e-3 and (p - wanted[path]).abs().max() < 0.02 * moved, path
     assert sum("loss" in record.getMessage() for record in caplog.records) == len(seen)
 
 
@@ -320,20 +326,6 @@ def test_resumed_to_the_bit(model_of, tmp_path):
     same(again, whole)
     with pytest.raises(FdoraError, match=r"fdora.jobs.train: `folder` must be of this training, or new, got another schedule"):
         train(again, jobs, capacity=17, folder=tmp_path)
-
-
-FIRST = {name: ADAPTERS[name] for name in ("med", "code")}
-
-
-def as_alone(trained, jobs, model):
-    for each in jobs:
-        name, stock = each.job.name, model_of()
-        losses, evaluations = alone(stock, each)
-        assert trained.losses[name] == pytest.approx(losses, rel=2e-5)
-        assert trained.evaluations[name] == pytest.approx(evaluations, rel=2e-5)
-        wanted, start = parameters(stock, name), parameters(model_of(), name)
-        for path, p in parameters(model, name).items():
-            assert (p - wanted[path]).abs().max() < 0.02 * (p - start[path]).abs().max(), path
 
 
 @pytest.mark.parametrize("reads", [2, 3, 99])

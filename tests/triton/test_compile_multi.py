@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8
 from fdora.triton import multi
 from fdora.triton.codes import Coded, written
-from fdora.triton.multi_norm import plan_bank_norm
 from tests.triton.test_compile import assert_builds, build, device, kind, pytestmark  # noqa: F401
 from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
 
@@ -61,19 +60,6 @@ def test_the_look_at_the_bank_runs_beside_the_product_of_low_rank(r):
         assert len(early) == plan.name.endswith("forward")
 
 
-@pytest.mark.parametrize("target", GPUS)
-def test_few_tokens_float32_and_dropout(target, tmp_path):
-    made = [next(plans(target, M, 4096, 4096, r, 64, bias=True, ids=ids)) for M, r, ids in ((16, 16, False), (64, 64, True))]
-    made += [*plans(target, 512, 4096, 4096, 16, 4, FP32, FP32)]
-    for seed in (True, "apart"):
-        made += [*plans(target, 512, 4096, 4096, 16, 4, seed=seed, order=True)]
-    kernels = {step.kernel.__name__ for plan in made for step in launches(plan)}
-    few = {f"multi_{name}_kernel" for name in ("small", "expand", "low", "shrink", "drop")}
-    assert few | {"rows_kernel"} <= kernels
-    assert_builds(made, target, tmp_path, "multi", SPILL)
-    assert_builds(made, target, tmp_path, "rows")
-
-
 @pytest.mark.parametrize(("target", "M"), [(80, 700), *product((90, 100), (200, 700, 4096))])
 def test_one_product_for_a_few_ranks(target, M, tmp_path):
     """g of each row out of a table, in every form that a product of one layer has."""
@@ -120,24 +106,3 @@ def test_experts_of_codes(target, shape, mode, tmp_path):
     for step in {kind(step): step for plan in made for step in launches(plan, "multi_codes")}.values():
         ptx = build(step, target).asm["ptx"]
         assert ("f32.e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx
-
-
-@pytest.mark.parametrize("target", GPUS)
-def test_norms(target, tmp_path):
-    made = [
-        plan_bank_norm(
-            (
-                alike(*lead, 4096, 4096, dtype=BF16),
-                alike(4, r, 4096, dtype=t),
-                alike(4, 4096, r, dtype=t),
-                alike(4, dtype=FP32),
-            ),
-            device(target),
-            (),
-            None,
-        )
-        for lead, (r, t) in product(((), (4,)), ((16, BF16), (64, FP32)))
-    ]
-    assert_builds(made[:2], target, tmp_path, "multi_norm", SPILL)
-    assert_builds(made[:2], target, tmp_path, "strip")
-    assert_builds(made[2:], target, tmp_path, "experts_norm", SPILL)

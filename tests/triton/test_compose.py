@@ -9,25 +9,6 @@ from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels  # noqa: F4
 pytestmark = needs_kernels
 
 
-def test_transforms():
-    base, lora, g = (torch.randn(shape, device=device.NAME) for shape in ((6, 40), (6, 40), (40,)))
-
-    def loss(base, lora, g):
-        return dora_compose(base, lora, g, s=0.7, backend="triton").square().sum()
-
-    def plain(base, lora, g):
-        return (g * (base + 0.7 * lora)).square().sum()
-
-    for f in (
-        torch.func.grad,
-        torch.func.vmap,
-        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1, 2)), in_dims=(0, 0, None)),
-    ):
-        dims = {"in_dims": (0, 0, None)} if f is torch.func.vmap else {}
-        got, want = f(loss, **dims)(base, lora, g), f(plain, **dims)(base, lora, g)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 @needs_gpu
 def test_past_two_to_the_31_elements():
     M, N = 70_000, 32_768

@@ -8,7 +8,6 @@ from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
-OP = "compose"
 
 
 @pytest.fixture

@@ -134,18 +134,6 @@ def test_rows_of_zeros():
     assert (y[0] == 0).all() and y[1].isfinite().all()
 
 
-def test_a_bank_of_adapters():
-    many = [table(20, 40, 8, dtype=torch.float32, seed=i) for i in range(3)]
-    W, ids, c = many[0][0], numbers(20, (5,)), torch.rand(40, device=device.NAME)
-    A, B, m = (torch.stack([t[i] for t in many]) for i in (1, 2, 3))
-
-    def one(A, B, m):
-        return dora_embedding(ids, W, A, B, m, s=S, norm=c, backend="triton")
-
-    got = torch.func.vmap(one)(A, B, m)
-    assert all(torch.equal(got[i], one(A[i], B[i], m[i])) for i in range(3))
-
-
 @pytest.mark.skipif(
     "device.NAME == 'cpu'",
     reason="the promises in full, in float64 too, need both backends on one device; runs with --device cuda",

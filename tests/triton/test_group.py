@@ -13,7 +13,6 @@ from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kerne
 from tests.triton.written import copied, results_of
 
 pytestmark = needs_kernels
-DROPOUT = {"none": {}, "lora": dict(dropout_p=0.3, dropout_mode="lora"), "peft": dict(dropout_p=0.3, dropout_mode="peft")}
 
 
 def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
@@ -28,20 +27,6 @@ def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
 
 def packed(t, biased):
     return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, t["c"])
-
-
-def grouped(**options):
-    def f(x, members, backend):
-        return torch.cat([y.reshape(-1) for y in dora_linear_group(x, members, backend=backend, **options)])
-
-    return f
-
-
-def mlp(**options):
-    def f(x, members, backend):
-        return dora_mlp(x, *members, backend=backend, **options)
-
-    return f
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,24 +60,6 @@ def test_the_activation(act, dtype):
     for a, b in zip(results_of(in_place, gate, up, da), results_of(write, gate, up, da), strict=True):
         assert torch.equal(a, b)
     assert results_of(write, gate[:0], up[:0])[0].shape == (0, 131)
-
-
-def test_under_transforms():
-    """Where ops are opaque dx is added outside of them: the same numbers, for each token by itself too."""
-    layers = inputs(5, torch.float32, torch.float32, ((40, 24, 4), (40, 24, 4), (16, 40, 4)), (0.7, 0.5, 2.0))
-    x, m, members = layers[0]["x"], layers[0]["m"], [packed(t, True) for t in layers]
-    for f, count in ((grouped(), 2), (mlp(), 3)):
-
-        def loss(x, m, f=f, count=count):
-            return f(x, [members[0]._replace(m=m), *members[1:count]], "triton").square().sum()
-
-        leaves = x.clone().requires_grad_(), m.clone().requires_grad_()
-        want = torch.autograd.grad(loss(*leaves), leaves)
-        for got, ref in zip(torch.func.grad(loss, argnums=(0, 1))(x, m), want, strict=True):
-            torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-4)
-        each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(x[:, None], m)
-        torch.testing.assert_close(each[0][:, 0], want[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(each[1].sum(0), want[1], rtol=1e-4, atol=1e-4)
 
 
 def both_ways(x, As, layers):

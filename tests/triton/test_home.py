@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from fdora.functional import (
     DoraLayer,
@@ -464,23 +463,6 @@ def test_a_custom_op_passes_opcheck(name, seen):
 
 
 @either
-@pytest.mark.parametrize("dropout_mode", ["lora", "peft"])
-def test_checkpoint_draws_the_same_mask_again(dropout_mode):
-    def plain(x, W, A, B, m, bias, seed):
-        return dora_linear(x, W, A, B, m, s=S, bias=bias, dropout_p=0.4, dropout_mode=dropout_mode, **BACKEND)
-
-    def again(**named):
-        return checkpoint(plain, *(named[n] for n in ("x", *"WABm", "bias", "seed")), use_reentrant=False)
-
-    t, runs = inputs(TILED), []
-    for f, seed in ((plain, 1), (again, 1), (plain, 2)):
-        torch.manual_seed(seed)
-        runs.append(step(t, {}, f))
-    assert_same(runs[0], runs[1])
-    assert not torch.equal(runs[0][0], runs[2][0])
-
-
-@either
 @pytest.mark.parametrize("base", ["float32 base", "half base"])
 def test_autocast(base):
     t = inputs(TILED)
@@ -493,26 +475,6 @@ def test_autocast(base):
     assert [v.dtype for v in got] == [HALF, *([torch.float32] * 4), HALF]
     for n, a, b in zip(("y", *TRAINED), got, (y.detach(), *truth), strict=True):
         assert rel_l2(a, b) <= 8e-3, n
-
-
-@either
-@pytest.mark.parametrize("M", [SMALL, TILED])
-def test_a_bank_of_adapters(M):
-    many = [inputs(M, seed=i) for i in range(3)]
-    x, W, dy = (many[0][n] for n in ("x", "W", "dy"))
-    bank = [torch.stack([t[n] for t in many]) for n in "ABm"]
-
-    def loss(A, B, m):
-        y = dora_linear(x, W, A, B, m, s=S, **BACKEND)
-        return (y * dy).float().sum(), y
-
-    got, ys = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True))(*bank)
-    for i in range(3):
-        one = [t[i].detach().requires_grad_() for t in bank]
-        value, y = loss(*one)
-        assert torch.equal(ys[i], y)
-        for a, b in zip(got, torch.autograd.grad(value, one), strict=True):
-            assert torch.equal(a[i], b)
 
 
 @gpu

@@ -12,7 +12,6 @@ from tests.checks.linear import an_empty_row_of_float16_touches_no_other
 from tests.close import assert_within
 from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels
-from tests.triton.written import copied, results_of
 
 pytestmark = needs_kernels
 DROPOUT = {
@@ -41,31 +40,8 @@ def test_how_tiles_are_shared_out_moves_no_bit(mode, monkeypatch, chosen_anew):
         assert torch.equal(one, before[name]), name
 
 
-def test_every_subset_of_gradients():
-    t = tensors(40, 72, 16, (70,), HALF[0], torch.float32)
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-    whole = forward_and_back(t, names=("x", "A", "B", "m"), norm=c)
-    for names in (("x",), ("A",), ("B",), ("m",), ("A", "B"), ("x", "m")):
-        part = forward_and_back(t, names=names, norm=c)
-        assert all(torch.equal(v, whole[n]) for n, v in part.items()), names
-
-
 def test_an_empty_row_of_float16_touches_no_other():
     an_empty_row_of_float16_touches_no_other("triton")
-
-
-def test_the_mask_is_the_eager_mask():
-    from fdora.eager.dropout import drop as eager
-    from fdora.triton.dropout import drop
-
-    def write(plan, x, seed):
-        copied(plan, "y", drop(plan, plan.matrix(x), plan.matrix(seed), p))
-
-    x = torch.randn(37, 300, device=device.NAME, dtype=HALF[0])
-    for seed in (0, 5, 2**31, 2**62 - 1):
-        seed = torch.tensor(seed, device=device.NAME)
-        for p in (0.1, 0.5, 0.9):
-            assert torch.equal(results_of(write, x, seed)[0], eager(x, seed, p))
 
 
 @pytest.mark.parametrize("tokens", [8, 96])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fdora.eager import compose as eager
-from fdora.functional import dora_conv1d, dora_conv2d
 from tests import device
 from tests.checks.conv import in_full_float32, layer, ours, truth
 from tests.close import rel_l2
@@ -77,16 +76,6 @@ def test_a_convolution(form):
             assert rel_l2(a, b) <= 2e-6, n
 
     check()
-
-
-def test_without_a_batch_and_one_axis():
-    t, how = layer(1, torch.float32)
-    one = {n: t[n] for n in ("W", "A", "B", "m")}
-    y = dora_conv1d(t["x"][0], *one.values(), s=0.7, backend="triton", **how)
-    torch.testing.assert_close(y, dora_conv1d(t["x"], *one.values(), s=0.7, backend="eager", **how)[0], rtol=1e-3, atol=1e-3)
-    t, how = layer(2, torch.float32)
-    none = dora_conv2d(t["x"][:0], *(t[n] for n in ("W", "A", "B", "m")), s=0.7, backend="triton", **how)
-    assert none.shape[0] == 0
 
 
 @needs_gpu

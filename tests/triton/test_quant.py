@@ -35,18 +35,6 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", QUANTISED)
-def test_the_norm_is_that_of_what_is_decoded(name, adapters, launched):
-    W = weight(name)
-    A, B = adapter(W, adapters)
-    want = reference.norm(W.dequantize(torch.float32).double(), A.double(), B.double(), S)
-    for squared in (False, True):
-        c = dora_norm(W, A, B, s=S, squared=squared, backend="triton")
-        torch.testing.assert_close(c.double(), want**2 if squared else want, rtol=1e-6, atol=0)
-    assert launched == ["dora_norm of codes"] * 2
-
-
 def test_other_kinds_are_decoded_some_rows_at_a_time(launched):
     dense = torch.randn(48, 96, device=device.NAME, dtype=torch.float16)
     W = opaque(lambda t: t.mul(2), (48, 96), torch.float16, device.NAME, (dense,))

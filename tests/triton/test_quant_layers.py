@@ -342,15 +342,6 @@ def test_nothing_dense_is_saved(undecoded):
 
 
 @needs_kernels
-def test_a_bank_of_adapters_by_vmap(undecoded):
-    W, x = weight("nf4 nested"), x_of(MANY).detach()
-    banks = [torch.stack([t.detach() for t in each]) for each in zip(adapter(W, 4, 1), adapter(W, 4, 2), strict=True)]
-    got = torch.vmap(lambda A, B, m: dora_linear(x, W, A, B, m, s=S))(*banks)
-    for i in range(2):
-        assert torch.equal(got[i], dora_linear(x, W, *(b[i] for b in banks), s=S))
-
-
-@needs_kernels
 def test_compiled_whole(undecoded):
     """A group and an MLP; of other shapes the second time, which a compiler takes for variables."""
     torch._dynamo.reset()

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
@@ -338,23 +337,6 @@ def test_float8_as_the_hardware_has_it(as_hopper):
         assert len(found) == 4 and not any(arguments(step)["BY_BITS"] for step in found)
 
 
-@needs_kernels
-def test_bitsandbytes_agrees():
-    """Weights that it quantises and dequantises, with and without nested scales."""
-    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes; `make test` installs it")
-    for name, nested in product(("nf4", "fp4"), (False, True)):
-        W = torch.randn(70, 256, device=device.NAME) * 0.02
-        packed, state = bnb.functional.quantize_4bit(W, blocksize=64, compress_statistics=nested, quant_type=name)
-        want = bnb.functional.dequantize_4bit(packed, state)
-        more = (state.state2.code, state.state2.absmax, state.offset) if nested else ()
-        coded = Coded((70, 256), Lut4(name, True, 64, "nested" if nested else "fp32", "flat"))
-        case = Case(coded, (packed, state.absmax, *more), want)
-        A, B = adapter(case, 8)
-        c, got = run(case, A, B, dense=FP32)
-        assert torch.equal(got, want) and torch.equal(dense_of(case, FP32), want)
-        assert_norm(c, want, A, B, 0.7)
-
-
 def some():
     """A weight of each path."""
     return [
@@ -484,22 +466,6 @@ def test_nothing_of_something():
     case = four("nf4", "nested", 40, 64)
     A, B = torch.zeros(0, 64, dtype=HALF, device=device.NAME), torch.zeros(40, 0, dtype=HALF, device=device.NAME)
     assert_norm(run(case, A, B), case.W, A, B, 0.7)
-
-
-@needs_kernels
-def test_compiled_mapped_and_counted():
-    case = four("nf4", "nested", 40, 128)
-    A, B = adapter(case, 8)
-    want = run(case, A, B)
-    torch._dynamo.reset()
-    f = torch.compile(lambda tensors, A, B: quant_norm(case.coded, tensors, A, B, 0.7), fullgraph=True, backend="aot_eager")
-    assert torch.equal(f(case.tensors, A, B), want)
-    many = torch.stack([A, 2 * A])
-    mapped = torch.func.vmap(lambda a: quant_norm(case.coded, case.tensors, a, B, 0.7))(many)
-    assert torch.equal(mapped[0], want) and torch.equal(mapped[1], run(case, 2 * A, B))
-    with FlopCounterMode(display=False) as counter:
-        run(case, A, B)
-    assert counter.get_total_flops() == 2 * 40 * 128 * 8
 
 
 # what needs no kernels

@@ -39,6 +39,14 @@ def file(tmp_path, monkeypatch):
     anew()
 
 
+@pytest.fixture
+def facts(monkeypatch):
+    """What torch says of the GPU."""
+    found = type("Facts", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    return found
+
+
 def anew():
     """As in a process that starts now."""
     for choice in KEPT:
@@ -130,14 +138,12 @@ def test_other_versions_are_not_these(file, name):
         "\xff",
     ],
 )
-def test_a_broken_file_is_told_of_once(file, text, capsys, monkeypatch):
+def test_a_broken_file_is_told_of_once(file, text, facts):
     file.parent.mkdir()
     file.write_text(text, encoding="latin-1")
     with pytest.warns(RuntimeWarning, match=r"^fdora\.tune: .*tiles\.json, which is broken.* Delete it") as told:
         assert product_way(ask()) == usual(ask()) and product_way(ask(OTHER)) == usual(ask(OTHER))
     assert len(told) == 1
-    facts = type("Facts", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     assert "broken" in doctor.tiles(torch.device("cuda", 0)).fault
     with pytest.raises(FdoraError, match="broken"):
         _tuned.save(file, "here", {})
@@ -212,10 +218,8 @@ def test_explain_names_it(file, forward):
         assert [f", which {file} says is faster" in plan.path for plan in said()] == [forward, not forward]
 
 
-def test_doctor_names_it(file, monkeypatch):
+def test_doctor_names_it(file, facts):
     plant(file, second().name, 1.5)
-    facts = type("Facts", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     line = doctor.tiles(torch.device("cuda", 0))
     assert line == ("tiles", f"tuned by {file}", "")
     facts.multi_processor_count = 114
@@ -225,29 +229,36 @@ def test_doctor_names_it(file, monkeypatch):
 # the command
 
 
-def test_it_refuses_without_a_gpu(file, capsys, monkeypatch):
+@pytest.fixture
+def refused(capsys):
+    """Runs it, which ends with status 2; what it says."""
+
+    def run():
+        with pytest.raises(SystemExit) as stopped:
+            main(["tune"])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_it_refuses_without_a_gpu(file, refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["tune"])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and "an NVIDIA GPU" in said and not file.exists()
+    said = refused()
+    assert said.count("\n") == 1 and "an NVIDIA GPU" in said and not file.exists()
 
 
-def test_it_wants_a_place(capsys, monkeypatch):
+def test_it_wants_a_place(refused, monkeypatch):
     monkeypatch.setenv("FDORA_TILES", "0")
-    with pytest.raises(SystemExit) as stopped:
-        main(["tune"])
-    assert stopped.value.code == 2 and "`--out` must be a file" in capsys.readouterr().err
+    assert "`--out` must be a file" in refused()
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, facts):
     """A GPU whose kernels take as long as ``us`` says: of a shape, a direction and a way. Yields ``us`` to change."""
     of = {"us": lambda shape, forward, way: way.us}
-    facts = type("Facts", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(tune, "select_backend", lambda *_: type("Choice", (), {"name": "triton"}))
@@ -313,11 +324,9 @@ def test_few_shapes_prove_nothing(capsys):
     assert tune.adopted([row(us) for us in (0.94, 1.0, 0.94, 1.0)]) == {}  # a choice that changes, and is not faster
 
 
-def test_a_gpu_on_which_nothing_runs(file, gpu, capsys, monkeypatch):
+def test_a_gpu_on_which_nothing_runs(file, gpu, refused, monkeypatch):
     monkeypatch.setattr(search, "timed", lambda *_: {})
-    with pytest.raises(SystemExit) as stopped:
-        main(["tune"])
-    assert stopped.value.code == 2 and "fdora doctor" in capsys.readouterr().err and not file.exists()
+    assert "fdora doctor" in refused() and not file.exists()
 
 
 def test_shapes_are_in_turns():

@@ -545,15 +545,13 @@ def test_a_debugger_too_and_products_by_another_rule(ready, monkeypatch):
     assert ran == [("python",)] * 2
 
 
-def test_the_math_that_torch_lets_be_changed():
+@pytest.mark.parametrize(
+    ("flag", "value"), [("allow_bf16_reduced_precision_reduction", False), ("allow_fp16_accumulation", True)]
+)
+def test_the_math_that_torch_lets_be_changed(flag, value, monkeypatch):
     assert private.usual_math()
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction
-    try:
-        flags.allow_bf16_reduced_precision_reduction = False
-        assert not private.usual_math()
-    finally:
-        flags.allow_bf16_reduced_precision_reduction = before
+    monkeypatch.setattr(torch.backends.cuda.matmul, flag, value)
+    assert not private.usual_math()
 
 
 def built(**changes):
@@ -966,16 +964,6 @@ def test_no_thread_adds_a_plan_while_another_looks_for_the_oldest(monkeypatch):
         walk.plan_for(maker, (x,), number)
     inside[0].join()
     assert len(walk._plans) <= 3
-
-
-def test_products_that_sum_in_half_precision_are_torchs():
-    flags = torch.backends.cuda.matmul
-    assert private.usual_math()
-    try:
-        flags.allow_fp16_accumulation = True
-        assert not private.usual_math()
-    finally:
-        flags.allow_fp16_accumulation = False
 
 
 def test_a_kernel_compiled_for_more_alignment_than_its_key_says_is_not_kept(monkeypatch):

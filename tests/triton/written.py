@@ -363,39 +363,39 @@ def calls_of_coded_layers(M, N, K, r, dtype):
     yield mlp.plan_backward, [x, x, *saved, *likes], (0.0, "lora", "silu", True, needs, *facts)
 
 
-def calls_of_fp8(M, N, K, r, dtype):
-    """Products of 8-bit codes, with scales of every kind."""
+def in_eight_bits(N, K, mode):
+    """The likes of e4m3 codes and of their scales, and the facts of the weight."""
     from fdora.quant import Codes8
     from fdora.triton.codes import Coded, written
+
+    W = Coded((N, K), Codes8("e4m3", mode, (128, 128) if mode == "block" else (0, 0), 1.0))
+    return likes_of_codes(W), [*map(tuple, written([W]))]
+
+
+def calls_of_fp8(M, N, K, r, dtype):
+    """Products of 8-bit codes, with scales of every kind."""
     from fdora.triton.linear import plan_backward, plan_forward
 
-    codes, vector = alike(N, K, dtype=torch.float8_e4m3fn), alike(N, dtype=FP32)
-    for mode, scales in (("tensor", 1), ("row", N), ("block", -(-N // 128) * -(-K // 128))):
+    x, vector, A, B = alike(M, K, dtype=dtype), *(alike(*shape, dtype=FP32) for shape in ((N,), (r, K), (N, r)))
+    for mode in ("tensor", "row", "block"):
+        codes, facts = in_eight_bits(N, K, mode)
         for bias, seed, save in ((None, None, "output"), (vector, alike(dtype=torch.int64), "pre_scale")):
-            A, B = alike(r, K, dtype=FP32), alike(N, r, dtype=FP32)
-            likes = [alike(M, K, dtype=dtype), codes, alike(scales, dtype=FP32), A, B, vector, vector, bias, seed]
-            p, block = 0.1 if seed else 0.0, (128, 128) if mode == "block" else (0, 0)
-            facts = [*map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))]
-            yield plan_forward, [likes[0], None, *likes[3:], *likes[1:3]], (p, "lora", (save,), True, *facts, False, True)
-            saved = [likes[0], alike(M, r, dtype=dtype), *[alike(M, N, dtype=dtype)] * 2]
+            la, p = [None, A, B, vector, vector, bias, seed, *codes], 0.1 if seed else 0.0
+            yield plan_forward, [x, *la], (p, "lora", (save,), True, *facts, False, True)
+            saved = [x, alike(M, r, dtype=dtype), *[alike(M, N, dtype=dtype)] * 2]
             needs = (True, True, True, False, bias is not None)
-            yield plan_backward, [*saved, None, *likes[3:], *likes[1:3]], (p, "lora", (True,), True, needs, *facts, True)
+            yield plan_backward, [*saved, *la], (p, "lora", (True,), True, needs, *facts, True)
 
 
 def calls_of_fp8_banks(M, N, K, ranks, dtype):
     """The same of many adapters: with few ranks in all, and with many; with dropout; sorted, or in any order."""
-    from fdora.quant import Codes8
     from fdora.triton import multi
-    from fdora.triton.codes import Coded, written
 
     x, dy = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
-    for r, (mode, scales) in product(ranks, (("row", N), ("block", -(-N // 128) * -(-K // 128)))):
-        codes = alike(N, K, dtype=torch.float8_e4m3fn), alike(scales, dtype=FP32)
-        block = (128, 128) if mode == "block" else (0, 0)
-        facts = [*map(tuple, written([Coded((N, K), Codes8("e4m3", mode, block, 1.0))]))]
+    for r, mode in product(ranks, ("row", "block")):
+        codes, facts = in_eight_bits(N, K, mode)
         for seed, order in ((False, False), (True, True)):
-            _, *rest = bank(M, N, K, r, 4, dtype, FP32, seed, order, seed)
-            tensors, p = [None, *rest, *codes], 0.1 if seed else 0.0
+            tensors, p = [None, *bank(M, N, K, r, 4, dtype, FP32, seed, order, seed)[1:], *codes], 0.1 if seed else 0.0
             yield multi.plan_forward, [x, *tensors], ((), p, True, *facts)
             saved = [dy, x, alike(M, r, dtype=dtype), dy]
             yield multi.plan_backward, [*saved, *tensors], (seed, (), p, (*(True,) * 5, seed), *facts)
@@ -403,18 +403,15 @@ def calls_of_fp8_banks(M, N, K, ranks, dtype):
 
 def calls_of_fp8_experts(M, N, K, r, dtype):
     """Grouped products of codes of 4 experts."""
-    from fdora.quant import Codes8
     from fdora.triton import multi
-    from fdora.triton.codes import Coded, written
 
-    x, dy, codes = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(4 * N, K, dtype=torch.float8_e4m3fn)
-    for bias, (mode, scales) in enumerate((("row", 4 * N), ("block", -(-4 * N // 128) * -(-K // 128)), ("tensor", 1))):
-        block = (128, 128) if mode == "block" else (0, 0)
-        facts = [*map(tuple, written([Coded((4 * N, K), Codes8("e4m3", mode, block, 1.0))])), True]
-        tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], codes, alike(scales, dtype=FP32)]
-        yield multi.plan_forward, [x, *tensors], ((), 0.0, True, *facts)
+    x, dy = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
+    for bias, mode in enumerate(("row", "block", "tensor")):
+        codes, facts = in_eight_bits(4 * N, K, mode)
+        tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], *codes]
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, True, *facts, True)
         saved = [dy, x, alike(M, r, dtype=dtype), dy]
-        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, (*(True,) * 5, bias == 1), *facts)
+        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, (*(True,) * 5, bias == 1), *facts, True)
 
 
 def wants_float8(maker, options):
@@ -510,58 +507,53 @@ def calls_of_slots(M, N, dtype):
         yield plan_slots, [alike(M, N, dtype=dtype), *given, bias, *tables, *low], ()
 
 
+# Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not.
+EVERY = [
+    *((calls_of_linear, M, 4096, 4096, r, BF16) for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384))),
+    (calls_of_linear, 130, 137, 70, 20, FP16, FP32),
+    (calls_without_norm, 8, 4096, 4096, 16, BF16),
+    (calls_without_norm, 64, 1024, 4096, 64, BF16),
+    (calls_without_norm, 64, 512, 512, 128, BF16),
+    (calls_without_norm, 5, 137, 70, 20, FP16),
+    *((calls_of_linear, M, 512, 1024, 16, FP32) for M in (16, 4096)),
+    *((calls_of_multi, M, 4096, 4096, r, G, BF16) for M, r, G in ((8, 16, 8), (64, 64, 64), (512, 16, 4), (8192, 16, 32))),
+    (calls_of_multi, 8192, 4096, 4096, 256, 4, BF16),
+    *((calls_of_multi, M, 137, 70, 20, 3, dtype, FP32) for M, dtype in ((8, FP16), (130, FP16), (130, FP32))),
+    *((calls_of_experts, M, 1536, 2048, r, 128, BF16) for M, r in ((64, 16), (16384, 64))),
+    *((calls_of_experts, 130, 137, 70, 20, 3, dtype, FP32) for dtype in (FP16, FP32)),
+    *((calls_of_groups, M, 1024, 512, 16, dtype) for M, dtype in ((8, BF16), (512, BF16), (512, FP32))),
+    (calls_of_groups, 70, 137, 70, 5, FP16),
+    *((calls_of_slots, *each) for each in ((1, 4096, BF16), (8192, 4096, BF16), (5, 137, FP32))),
+    *(
+        (calls_of_weights, 1024, 2048, r, *dtypes)
+        for r, dtypes in product((8, 64, 384), ((BF16, BF16), (BF16, FP32), (FP32, FP32), (FP32, BF16)))
+    ),
+    (calls_of_weights, 137, 70, 20, FP16, FP32),
+    *((calls_of_planes, 8, 64, P, BF16, FP32) for P in (49, 3136)),
+    (calls_of_planes, 3, 37, 1001, FP16),
+    (calls_of_embeddings, 4096, 1024, 4096, 16, BF16, FP32),
+    (calls_of_embeddings, 64, 1024, 4096, 64, BF16),
+    (calls_of_embeddings, 4096, 1024, 4096, 384, FP32),
+    (calls_of_embeddings, 70, 137, 75, 5, FP16, FP32),
+    *((calls_of_norm_gradients, 1024, 2048, r, A, A) for r, A in ((16, BF16), (384, BF16), (384, FP32))),
+    (calls_of_norm_gradients, 1024, 2048, 64, FP32, BF16),
+    (calls_of_norm_gradients, 1024, 2048, 5, BF16, FP32),
+    (calls_of_norm_gradients, 4096, 4096, 384, BF16, BF16),  # both products at once
+    *((calls_of_codes, *sizes, dtype) for dtype in (BF16, FP32) for sizes in ((1024, 2048, 64), (137, 75, 20))),
+    *((calls_of_coded_layers, M, 1024, 512, 16, dtype) for M, dtype in ((16, BF16), (512, BF16), (512, FP32))),
+    (calls_of_coded_layers, 70, 137, 75, 5, FP16),
+    *((calls_of_fp8, M, 1024, 2048, 16, BF16) for M in (8, 4096)),
+    (calls_of_fp8, 130, 137, 75, 5, FP16),
+    (calls_of_fp8_banks, 4096, 1024, 2048, (16, 384), BF16),
+    (calls_of_fp8_banks, 130, 137, 75, (5,), FP16),
+    (calls_of_fp8_experts, 4096, 1024, 2048, 16, BF16),
+    (calls_of_fp8_experts, 130, 137, 75, 5, FP16),
+]
+
+
 def every_call():
-    """Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not."""
-    for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384)):
-        yield from calls_of_linear(M, 4096, 4096, r, BF16)
-    yield from calls_of_linear(130, 137, 70, 20, FP16, FP32)
-    for M, N, K, r, dtype in (
-        (8, 4096, 4096, 16, BF16),
-        (64, 1024, 4096, 64, BF16),
-        (64, 512, 512, 128, BF16),
-        (5, 137, 70, 20, FP16),
-    ):
-        yield from calls_without_norm(M, N, K, r, dtype)
-    for M in (16, 4096):
-        yield from calls_of_linear(M, 512, 1024, 16, FP32)
-    for M, r, G in ((8, 16, 8), (64, 64, 64), (512, 16, 4), (8192, 16, 32), (8192, 256, 4)):
-        yield from calls_of_multi(M, 4096, 4096, r, G, BF16)
-    for M, dtype in ((8, FP16), (130, FP16), (130, FP32)):
-        yield from calls_of_multi(M, 137, 70, 20, 3, dtype, FP32)
-    for M, r in ((64, 16), (16384, 64)):
-        yield from calls_of_experts(M, 1536, 2048, r, 128, BF16)
-    for dtype in (FP16, FP32):
-        yield from calls_of_experts(130, 137, 70, 20, 3, dtype, FP32)
-    for M, dtype in ((8, BF16), (512, BF16), (512, FP32)):
-        yield from calls_of_groups(M, 1024, 512, 16, dtype)
-    yield from calls_of_groups(70, 137, 70, 5, FP16)
-    for M, N, dtype in ((1, 4096, BF16), (8192, 4096, BF16), (5, 137, FP32)):
-        yield from calls_of_slots(M, N, dtype)
-    for r, (dtype, adapter) in product((8, 64, 384), ((BF16, None), (BF16, FP32), (FP32, None), (FP32, BF16))):
-        yield from calls_of_weights(1024, 2048, r, dtype, adapter)
-    yield from calls_of_weights(137, 70, 20, FP16, FP32)
-    for P in (49, 3136):
-        yield from calls_of_planes(8, 64, P, BF16, FP32)
-    yield from calls_of_planes(3, 37, 1001, FP16)
-    for T, r, dtype, adapter in ((4096, 16, BF16, FP32), (64, 64, BF16, None), (4096, 384, FP32, None)):
-        yield from calls_of_embeddings(T, 1024, 4096, r, dtype, adapter)
-    yield from calls_of_embeddings(70, 137, 75, 5, FP16, FP32)
-    for r, A, B in ((16, BF16, BF16), (384, BF16, BF16), (384, FP32, FP32), (64, FP32, BF16), (5, BF16, FP32)):
-        yield from calls_of_norm_gradients(1024, 2048, r, A, B)
-    yield from calls_of_norm_gradients(4096, 4096, 384, BF16, BF16)  # both products at once
-    for dtype in (BF16, FP32):
-        yield from calls_of_codes(1024, 2048, 64, dtype)
-        yield from calls_of_codes(137, 75, 20, dtype)
-    for M, dtype in ((16, BF16), (512, BF16), (512, FP32)):
-        yield from calls_of_coded_layers(M, 1024, 512, 16, dtype)
-    yield from calls_of_coded_layers(70, 137, 75, 5, FP16)
-    yield from calls_of_fp8(8, 1024, 2048, 16, BF16)
-    yield from calls_of_fp8(4096, 1024, 2048, 16, BF16)
-    yield from calls_of_fp8(130, 137, 75, 5, FP16)
-    yield from calls_of_fp8_banks(4096, 1024, 2048, (16, 384), BF16)
-    yield from calls_of_fp8_banks(130, 137, 75, (5,), FP16)
-    yield from calls_of_fp8_experts(4096, 1024, 2048, 16, BF16)
-    yield from calls_of_fp8_experts(130, 137, 75, 5, FP16)
+    for calls, *sizes in EVERY:
+        yield from calls(*sizes)
 
 
 def calls_of_many_rows(M):

@@ -1,0 +1,34 @@
+"""tests/test_transforms.py on the kernels, in float32: gradients, also of each token, and banks of adapters."""
+
+import pytest
+import torch
+
+from fdora import _dispatch
+from tests import device  # noqa: F401 (read by the mark)
+from tests import test_transforms as of
+from tests.close import rel_l2
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture(autouse=True)
+def by_kernels(monkeypatch):
+    def near(got, want, what=""):
+        assert rel_l2(got, want) < 1e-5 or torch.equal(got, want), what
+
+    monkeypatch.setattr(_dispatch, "_forced", "triton")
+    monkeypatch.setattr(of, "DTYPE", torch.float32)
+    monkeypatch.setattr(of, "assert_exact", near)
+
+
+CASES = {
+    of.test_func_grad: of.GRAD,
+    of.test_a_gradient_per_token: of.TOKENS,
+    of.test_vmap_over_a_bank_of_adapters: of.OPS,
+}
+
+
+@pytest.mark.parametrize(("check", "name"), [(check, name) for check, names in CASES.items() for name in names])
+def test_as_the_plain_call(check, name):
+    check(name)
