@@ -23,8 +23,8 @@ An MLP of a rival takes the rows of each token by an index that is there, and ad
 call.
 ``norm``: all norms of a stack in one launch, one expert's after the other, and by dora_norm_tree.
 
-Before it is timed every fdora way is compared with float64: samples of y, dx and the gates' gradients, and all of one expert's
-parameters in a layer. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
+Before it is timed every fdora way is compared with float64: y and the gradients of x and the gates, in a layer of all
+parameters. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from collections.abc import Callable
 import torch
 
 from bench.attempt import Failures
-from bench.clock import free
 from bench.experts_case import MODELS, Case, S, given_of, layer_errors, layer_way, mlp_errors, mlp_way
 from bench.multi import Timed, timed
 from bench.suite import One, Some, Suite
 from bench.truth import rel_l2
-from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes, ratios
+from bench.ways import ADAPTERS, by_mode, checked, ratios
 from fdora.functional import dora_norm, dora_norm_tree
 
 WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
@@ -51,20 +50,14 @@ TOLERANCE = 1e-2
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
-    kept = {}
-
-    def measured(name: str, way: Way) -> None:
-        way.both()
-        kept[name] = round(kept_bytes(way, given_of(case)) / 2**20, 3)
-        free(options.device)
-
-    ways, error, failed = checked(
+    ways, error, failed, _, kept = checked(
         options.ways,
         lambda name: build(name, case),
-        lambda name, way: errors(way, case) if name in OURS else {},
+        lambda name, way: errors(way, case) if name in OURS else (way.both(), {})[1],
         TOLERANCE,
+        options.device,
         OURS,
-        measured,
+        given=given_of(case),
     )
     error = {name: each for name, each in error.items() if each}
     rows = []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.truth import Truth, rel_l2, some
+from bench.truth import errors as errors_of
+from bench.truth import exact, gradients
 from bench.ways import BF16, S, Way, away, differentiated
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
 
@@ -41,9 +43,6 @@ class Stack(NamedTuple):
 
     def layer(self, norm: bool = True) -> DoraLayer:
         return DoraLayer(self.W, self.A, self.B, self.m, S, None, self.norm if norm else None)
-
-    def one(self, e: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.W[e], self.A[e], self.B[e], self.m[e]
 
 
 class Case(NamedTuple):
@@ -80,15 +79,18 @@ class Case(NamedTuple):
 
 def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
     """Sorted rows through one layer."""
-    if name in ("fdora", "fdora_inside"):
-        inside = name == "fdora_inside"
-        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=None if inside else p.norm)
+    if name.startswith("fdora"):
+        norm = (lambda p: None) if name == "fdora_inside" else (lambda p: p.norm)
+        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=norm(p))
     if name == "frozen_grouped":
         return lambda x, p, i: F.grouped_mm(x, p.W.mT, offs=i.offsets)
     if name == "lora_grouped":
         return lora_grouped
-    each = {"frozen_loop": frozen, "lora_loop": lora, "loop": dora}[name]
-    return lambda x, p, i: torch.cat([each(part, p, e) for e, part in enumerate(x.split(i.lengths)) if len(part)])
+    return partial(one_by_one, {"frozen_loop": frozen, "lora_loop": lora, "loop": dora}[name])
+
+
+def one_by_one(layer: Callable[[Tensor, Stack, int], Tensor], x: Tensor, p: Stack, i: Case) -> Tensor:
+    return torch.cat([layer(part, p, e) for e, part in enumerate(x.split(i.lengths)) if len(part)])
 
 
 def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
@@ -96,17 +98,28 @@ def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
 
 
 def lora(x: Tensor, p: Stack, e: int) -> Tensor:
-    W, A, B, _ = p.one(e)
-    return F.linear(x, W) + S * F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
+    return F.linear(x, p.W[e]) + S * F.linear(F.linear(x, p.A[e].to(x.dtype)), p.B[e].to(x.dtype))
 
 
 def dora(x: Tensor, p: Stack, e: int) -> Tensor:
-    return dora_linear(x, *p.one(e), s=S, norm=p.norm[e])
+    return dora_linear(x, p.W[e], p.A[e], p.B[e], p.m[e], s=S, norm=p.norm[e])
 
 
 def lora_grouped(x: Tensor, p: Stack, i: Case) -> Tensor:
     h = F.grouped_mm(x, p.A.to(x.dtype).mT, offs=i.offsets)
     return F.grouped_mm(x, p.W.mT, offs=i.offsets) + S * F.grouped_mm(h, p.B.to(x.dtype).mT, offs=i.offsets)
+
+
+def in_float64(x: Tensor, p: Stack, e: int) -> Tensor:
+    return exact(x, p.W[e], p.A[e], p.B[e], p.m[e], S)
+
+
+def mlp(linear: Callable[[Tensor, Stack, Case], Tensor], i: Case) -> Tensor:
+    """Rows of each token by an index that is there, through both layers, and added up by index_add."""
+    at = i.order // i.ids.shape[1]
+    gate, up = linear(i.x[at], i.up, i).chunk(2, 1)
+    y = linear(F.silu(gate) * up, i.down, i) * i.gates.reshape(-1)[i.order, None]
+    return torch.zeros_like(i.x).index_add(0, at, y.to(i.x.dtype))
 
 
 def leaves_of(name: str, **stacks: Stack) -> dict[str, Tensor]:
@@ -124,55 +137,29 @@ def layer_way(name: str, i: Case) -> Way:
 def mlp_way(name: str, i: Case) -> Way:
     i = i.fresh()
     leaves = {"x": i.x, "gates": i.gates, **leaves_of(name, up=i.up, down=i.down)}
-    dy = torch.randn(i.x.shape, device=i.x.device).to(BF16)
-    if name in ("fdora", "fdora_inside"):
-        given = name == "fdora"
-        layers = (i.up.layer(given), i.down.layer(given))
+    dy, given = torch.randn(i.x.shape, device=i.x.device).to(BF16), name == "fdora"
+    layers, linear = (i.up.layer(given), i.down.layer(given)), linear_of(name)
+    if name.startswith("fdora"):
         return differentiated(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
-    linear, at = linear_of(name), i.order // i.ids.shape[1]
-
-    def call() -> Tensor:
-        gate, up = linear(i.x[at], i.up, i).chunk(2, 1)
-        y = linear(F.silu(gate) * up, i.down, i) * i.gates.reshape(-1)[i.order, None]
-        return torch.zeros_like(i.x).index_add(0, at, y.to(i.x.dtype))
-
-    return differentiated(call, leaves, dy)
-
-
-def whole(p: Stack, e: int) -> Tensor:
-    """Of one expert in float64: g (W + s B A)."""
-    W, A, B, m = (t.detach().double() for t in p.one(e))
-    V = W + S * B @ A
-    return (m / V.norm(dim=1))[:, None] * V
+    return differentiated(lambda: mlp(linear, i), leaves, dy)
 
 
 def layer_errors(way: Way, i: Case) -> dict[str, float]:
-    """Of some rows of y and dx, and of all the gradients of the expert with the fewest rows."""
-    found = {n: t.detach() for n, t in way.both().items()}
-    e = min((e for e, n in enumerate(i.lengths) if n), key=i.lengths.__getitem__)
-    begin = sum(i.lengths[:e])
-    own = slice(begin, begin + i.lengths[e])
-    W, A, B, m = (t.detach() for t in i.up.one(e))
-    truth = Truth(way.leaves["x"].detach()[own], W, A, B, m, S, way.dy[own])
-    return truth.errors({n.removesuffix("_up"): t[own] if n in ("y", "dx") else t[e] for n, t in found.items()})
+    """Of y and of all gradients."""
+
+    def call(t: dict[str, Tensor]) -> Tensor:
+        return one_by_one(in_float64, t["x"], i.up._replace(**{n: t[f"{n}_up"] for n in "ABm"}), i)
+
+    return errors_of(way.both(), gradients(call, way.leaves, way.dy))
 
 
 def mlp_errors(way: Way, i: Case) -> dict[str, float]:
-    """Of some tokens: y, dx and the gradients of the gates."""
-    found = {n: t.detach() for n, t in way.both().items()}
-    at = some(len(i.x), 4, i.x.device)
-    x, gates = (i.x[at].detach().double().requires_grad_(), i.gates[at].detach().double().requires_grad_())
-    ys = []
-    for t, token in enumerate(at.tolist()):
-        y = torch.zeros_like(x[t])
-        for j, e in enumerate(i.ids[token].tolist()):
-            gate, up = (whole(i.up, e) @ x[t]).chunk(2)
-            y = y + gates[t, j] * (whole(i.down, e) @ (F.silu(gate) * up))
-        ys.append(y)
-    want = torch.stack(ys)
-    dx, dgates = torch.autograd.grad(want, (x, gates), way.dy[at].double())
-    truth = {"y": want.detach(), "dx": dx, "dgates": dgates}
-    return {n: rel_l2(found[n][at], v) for n, v in truth.items()}
+    """Of y, and of the gradients of x and of the gates."""
+
+    def call(t: dict[str, Tensor]) -> Tensor:
+        return mlp(partial(one_by_one, in_float64), i._replace(**t))
+
+    return errors_of(way.both(), gradients(call, {n: way.leaves[n] for n in ("x", "gates")}, way.dy), ("y", "dx", "dgates"))
 
 
 def given_of(i: Case) -> list[Tensor]:

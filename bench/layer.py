@@ -5,7 +5,7 @@
 
 bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians; ``--wall`` adds wall time per call
 with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with
-float64 samples before it is timed; one that cannot run is listed with its reason, a wrong rival with its error, and a wrong
+float64 before it is timed; one that cannot run is listed with its reason, a wrong rival with its error, and a wrong
 fdora fails the command at its end. The JSON is rewritten after every case.
 
 Which row a way stands in: what has no norm, or computes it in every call and knows no other way, in the rows of both norms.
@@ -26,14 +26,26 @@ from itertools import product
 from statistics import geometric_mean
 
 import torch
-from torch import Tensor
 
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians, medians_of, wall_timer
 from bench.suite import Some, Suite
-from bench.truth import Truth
-from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent, ratios
-from tests.memory import peak_bytes
+from bench.ways import (
+    ADAPTERS,
+    DORA,
+    KEEP_NORM,
+    LORA,
+    RIVALS,
+    WAYS,
+    Inputs,
+    against,
+    build,
+    by_mode,
+    checked,
+    opponent,
+    ratios,
+    truths,
+)
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
     "llama8b": ("4096x4096", "4096x1024", "4096x14336", "14336x4096"),
@@ -50,41 +62,18 @@ TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most thr
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
-def truths(i: Inputs, W: Tensor) -> dict[str, Truth]:
-    """For each formula; of a quantised layer W is what its codes say."""
-    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-    kinds = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
-    return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
-
-
-def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
-    """Relative L2 of the output, with and without a graph, and of each gradient."""
-    results, forward = way.both() if way.both else {}, way.forward()
-    if way.truth is None:
-        return {}
-    found = truth[way.truth].errors(results)
-    found["y_no_grad"] = truth[way.truth].errors({"y": forward})["y"]
-    return found
-
-
 def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
-    truth = truths(i, i.W)
-    peak = {}
-
-    def measured(name: str, way: Way) -> None:
-        if way.both:
-            peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
-
-    ways, error, failed = checked(
+    ways, error, failed, peak, _ = checked(
         options.ways,
         lambda name: build(name, i, options.rival_path, options.peft_autocast),
-        lambda name, way: errors(way, truth),
+        against(truths(i, i.W)),
         TOLERANCE,
-        after=measured,
+        device,
+        peaks=options.ways,
     )
     rows = []
     free(device)

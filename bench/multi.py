@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians, medians_of, wall_timer
 from bench.kernels import by_name, profiled
-from bench.multi_ways import WAYS, Bank, S, build, errors
+from bench.multi_ways import WAYS, Bank, S, build, errors, truths
 from bench.suite import One, Some, Suite, shapes
 from bench.truth import rel_l2
 from bench.ways import ADAPTERS, checked, ratios
@@ -89,14 +90,15 @@ def of_bound(ms: dict[str, float], ranks: list[int], bytes_of_a_rank: int, bytes
 def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options, bytes_per_ms: float) -> list[dict]:
     """``decode`` has no backward, but weights out of memory."""
     bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
-    ways, error, failed = checked(
+    ways, error, failed, *_ = checked(
         options.ways,
         lambda name: build(name, bank, options.rival_path),
-        lambda name, way: errors(name, way, bank),
+        partial(errors, bank, truths(bank)),
         TOLERANCE,
+        options.device,
         ("multi", "multi_ids", "loop"),
-        lambda name, way: free(options.device),
     )
+    free(options.device)
     rows = []
     for mode in ("fwd", "fwd_cold") if kind == "decode" else ("fwd", "fwd_bwd"):
         fns, calls = {n: way.both if mode == "fwd_bwd" else way.forward for n, way in ways.items()}, 1

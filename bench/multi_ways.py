@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.checkouts import lorafusion_multi, padded, unpadded
-from bench.truth import Truth, rel_l2
-from bench.ways import BF16, S, Way, away, differentiated
+from bench.truth import errors as errors_of
+from bench.truth import exact, gradients
+from bench.ways import BF16, S, Truths, Way, away, differentiated
 from fdora.functional import dora_linear, dora_linear_multi
 
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
@@ -66,32 +68,25 @@ def lengths_of(M: int, G: int) -> list[int]:
 
 def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
     i = bank.fresh()
-    leaves = {"x": i.x, "A": i.A, "B": i.B, **({} if name in LORA else {"m": i.m})}
+    truth = "lora" if name in LORA else "dora"
+    leaves = {n: getattr(i, n) for n in ("xAB" if name in LORA else "xABm")}
     if name == "frozen":
-        return differentiated(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy)
+        return differentiated(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy, None)
     if name == "one":
         own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
-        return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy)
+        return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy, None)
     if name in ("multi", "multi_ids"):
         route, x, dy = {"offsets": i.offsets}, i.x, i.dy
         if name == "multi_ids":
             ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths))
             some = shuffled(len(ids))
             route, x, dy = {"ids": ids[some].to(x.device)}, x.detach()[some].requires_grad_(), dy[some]
-        ranks = None if len(set(i.ranks)) == 1 else i.ranks
-        return differentiated(
-            lambda: dora_linear_multi(x, i.W, i.A, i.B, i.m, s=i.s, norm=i.norm, ranks=ranks, **route), leaves | {"x": x}, dy
-        )
-    if name == "loop":
-        return differentiated(
-            lambda: loop(i, lambda x, g: dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g])), leaves, i.dy
-        )
-    if name == "peft_loop":
-        return differentiated(lambda: peft_loop(i), leaves, i.dy)
+        how = {"s": i.s, "norm": i.norm, "ranks": None if len(set(i.ranks)) == 1 else i.ranks, **route}
+        return differentiated(lambda: dora_linear_multi(x, i.W, i.A, i.B, i.m, **how), leaves | {"x": x}, dy)
     if name == "lorafusion":
         return lorafusion(i, rival_path)
-    assert name == "grouped_lora"
-    return differentiated(lambda: grouped_lora(i), leaves, i.dy)
+    call = {"loop": loop, "peft_loop": peft_loop, "grouped_lora": grouped_lora}[name]
+    return differentiated(lambda: call(i), leaves, i.dy, truth)
 
 
 def shuffled(tokens: int) -> Tensor:
@@ -106,20 +101,25 @@ def of_mean_rank(i: Bank) -> tuple[Tensor, Tensor, Tensor]:
     return i.A[at, :r], i.B[at, :, :r], i.m[0]
 
 
-def loop(i: Bank, layer: Callable[[Tensor, int], Tensor]) -> Tensor:
-    return torch.cat([layer(x, g) for g, x in enumerate(i.x.split(i.lengths)) if len(x)])
+def parts(x: Tensor, i: Bank) -> Iterator[tuple[int, Tensor]]:
+    """Adapters that have tokens, and those."""
+    return ((g, part) for g, part in enumerate(x.split(i.lengths)) if len(part))
+
+
+def loop(i: Bank) -> Tensor:
+    return torch.cat([dora_linear(x, i.W, *i.adapter(g), s=S, norm=i.norm[g]) for g, x in parts(i.x, i)])
 
 
 def peft_loop(i: Bank) -> Tensor:
     """(g - 1) base + g s lora of each adapter's tokens, added to the base of all."""
     y = F.linear(i.x, i.W)
-    parts = []
-    for g, (x, base) in enumerate(zip(i.x.split(i.lengths), y.split(i.lengths), strict=True)):
+    more = []
+    for (g, x), (_, base) in zip(parts(i.x, i), parts(y, i), strict=True):
         A, B, m = i.adapter(g)
         scale = (m / i.norm[g]).to(x.dtype)
         lora = F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
-        parts.append((scale - 1) * base + scale * lora * S)
-    return y + torch.cat(parts)
+        more.append((scale - 1) * base + scale * lora * S)
+    return y + torch.cat(more)
 
 
 def grouped_lora(i: Bank) -> Tensor:
@@ -134,8 +134,7 @@ def lorafusion(i: Bank, rival_path: Sequence[Path]) -> Way:
     layer = lorafusion_multi(rival_path, i.W, A, B, S, i.lengths)
     x = padded(i.x.detach(), i.lengths).requires_grad_()
     leaves = {"x": x, **{f"{n}{g}": t for n, of in (("A", A), ("B", B)) for g, t in enumerate(of)}}
-
-    return differentiated(lambda: layer(x), leaves, padded(i.dy, i.lengths))
+    return differentiated(lambda: layer(x), leaves, padded(i.dy, i.lengths), "lora")
 
 
 def as_banks(found: dict[str, Tensor], i: Bank) -> dict[str, Tensor]:
@@ -144,22 +143,30 @@ def as_banks(found: dict[str, Tensor], i: Bank) -> dict[str, Tensor]:
     return whole | {f"d{n}": torch.stack([found[f"d{n}{g}"] for g in range(len(i.ranks))]) for n in "AB"}
 
 
-def errors(name: str, way: Way, bank: Bank) -> dict[str, float]:
-    """Relative L2 of some rows of y and dx of every adapter, and of the gradients of that with the fewest tokens."""
-    if name in ("frozen", "one"):
-        return {}
+def truths(bank: Bank) -> Truths:
+    """Of DoRA, and of LoRA, with a bank of any number of adapters."""
+
+    W = bank.W.double()  # one for all adapters
+
+    @cache
+    def of(kind: str) -> dict[str, Tensor]:
+        def call(t: dict[str, Tensor]) -> Tensor:
+            each = (exact(x, W, t["A"][g], t["B"][g], t["m"][g] if "m" in t else None, S) for g, x in parts(t["x"], bank))
+            return torch.cat(list(each))
+
+        return gradients(call, {n: getattr(bank, n) for n in ("xABm" if kind == "dora" else "xAB")}, bank.dy)
+
+    return of
+
+
+def errors(bank: Bank, truth: Truths, name: str, way: Way) -> dict[str, float]:
+    """Relative L2 of the output and of each gradient, of an adapter's own rank."""
     found = {n: t.detach() for n, t in way.both().items()}
+    if way.truth is None:
+        return {}
     found = as_banks(found, bank) if name == "lorafusion" else found
     if name == "multi_ids":
         found |= {n: found[n][shuffled(len(bank.x)).argsort()] for n in ("y", "dx")}
-    own = [slice(end - n, end) for n, end in zip(bank.lengths, bank.offsets.tolist(), strict=True)]
-    x, dy = bank.x.detach(), bank.dy
-    truths = {}
-    for g in (g for g, n in enumerate(bank.lengths) if n):
-        A, B, m = (t.detach() for t in bank.adapter(g))
-        truths[g] = Truth(x[own[g]], bank.W, A, B, None if name in LORA else m, S, dy[own[g]], tokens=8)
-    rows = {n: [truth.pick(n, found[n][own[g]]) for g, truth in truths.items()] for n in ("y", "dx")}
-    error = {n: rel_l2(torch.cat(got), torch.cat([each.samples[n] for each in truths.values()])) for n, got in rows.items()}
-    g = min(truths, key=bank.lengths.__getitem__)
-    parts = {"dA": lambda t: t[g, : bank.ranks[g]], "dB": lambda t: t[g, :, : bank.ranks[g]], "dm": lambda t: t[g]}
-    return error | truths[g].errors({n: part(found[n]) for n, part in parts.items() if n in found})
+    for g, r in enumerate(bank.ranks):
+        found["dA"][g, r:], found["dB"][g, :, r:] = 0, 0
+    return errors_of(found, truth(way.truth))

@@ -5,7 +5,7 @@
 
 NF4 with nested scales as bitsandbytes packs it, bf16 x and adapters. GPU time by CUDA graph (wall time on a CPU), ways in
 turns, medians; ``fwd`` under no_grad, ``both`` with gradients of x and the adapters. Every way is compared with float64
-samples for the weight as it is decoded before it is timed. The ways of a layer:
+for the weight as it is decoded before it is timed. The ways of a layer:
 
     linear                      x W^T of a dense bf16 W
     linear4bit                  bitsandbytes' frozen layer
@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
-from bench.layer import TOLERANCE, errors, truths
+from bench.layer import TOLERANCE
 from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
-from bench.truth import Truth, norm_of
-from bench.ways import BF16, FDORA, Inputs, S, Way, build, by_mode, checked, ratios, trained, warm
+from bench.truth import norm_of
+from bench.ways import BF16, FDORA, Inputs, S, Truths, Way, build, by_mode, checked, errors, ratios, trained, truths, warm
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -70,9 +70,9 @@ class Quantised:
         self.i.norm = dora_norm(self.qw, self.i.A, self.i.B, s=S, backend="eager").detach()
         with torch.no_grad():
             self.i.m.copy_(self.i.norm * (1 + 0.0015 * torch.randn_like(self.i.norm)))
-        self.each: dict[str, tuple[Inputs, dict[str, Truth]]] = {}
+        self.each: dict[str, tuple[Inputs, Truths]] = {}
 
-    def coded(self, name: str) -> tuple[Inputs, dict[str, Truth]]:
+    def coded(self, name: str) -> tuple[Inputs, Truths]:
         """The same inputs with W as codes of another format, where a way names one; else of this one."""
         of = name.split("_")[1] if name in CODED else ""
         if of not in self.each:
@@ -104,20 +104,16 @@ class Quantised:
 
 def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
     case = Quantised(M, K, N, r, options.device)
-    peak = {}
-
-    def measured(name: str, way: Way) -> None:
-        if way.both is not None and not (M * N > 2**28 and name in ("qdora",)):
-            peak[name] = round(peak_bytes(way.both, options.device) / 2**20, 2)
-
-    ways, error, failed = checked(
+    ways, error, failed, peak, _ = checked(
         options.ways,
         lambda name: case.way(name, options.rival_path),
         lambda name, way: errors(way, case.coded(name)[1]),
         TOLERANCE,
+        options.device,
         (*FDORA, *CODED),
-        after=measured,
+        [name for name in options.ways if M * N <= 2**28 or name != "qdora"],
     )
+    case.each.clear()
     free(options.device)
     rows = []
     for mode, fns in by_mode(ways, "both"):

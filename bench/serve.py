@@ -129,11 +129,12 @@ def error_of(name: str, way: Way, i: Served, rival_path) -> dict[str, float]:
 @torch.no_grad()
 def serve(case: Case, layers: list[Served], options) -> dict:
     parts = [layer.part(case.M, case.G) for layer in layers]
-    ways, error, failed = checked(
+    ways, error, failed, *_ = checked(
         options.ways,
         lambda name: build(name, parts[0], options.rival_path),
         lambda name, way: error_of(name, way, parts[0], options.rival_path),
         TOLERANCE,
+        options.device,
         ("plugin", "idle", "multi_ids"),
     )
     fns = {}
