@@ -35,7 +35,6 @@ from bench.ways import (
     DORA,
     KEEP_NORM,
     LORA,
-    RIVALS,
     WAYS,
     Inputs,
     against,
@@ -120,15 +119,8 @@ def summarize(rows: list[dict]) -> dict:
                 for pair, ratio in row["ratio"].items():
                     values.setdefault(pair, []).append(ratio)
         means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
-    where = ("M", "K", "N", "r", "adapter", "mode", "norm")
-    lost = [
-        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"][mine], 3)}
-        for row in rows
-        for rival in RIVALS
-        if rival in row["ms"] and (mine := opponent(rival)) in row["ms"] and row["ms"][rival] <= row["ms"][mine]
-    ]
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    summary = {"geometric_means": means, "not_beaten": lost, "failed": failed, "wrong": wrong(rows)}
+    summary = {"geometric_means": means, "failed": failed, "wrong": wrong(rows)}
     return summary | {"cases": len(rows) // len(MODES)}
 
 

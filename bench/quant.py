@@ -40,7 +40,7 @@ from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes
 from bench.table import table
 from bench.truth import norm_of
-from bench.ways import BF16, FDORA, Inputs, S, Truths, Way, build, by_mode, checked, errors, ratios, trained, truths, warm
+from bench.ways import BF16, FDORA, Inputs, S, Truths, Way, build, by_mode, checked, errors, trained, truths, warm
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -187,27 +187,15 @@ PAIRS = (
 )
 
 
-def summarize(rows: list[dict], norms: list[dict]) -> dict:
-    """Geometric means, where fdora is dearer than QLoRA, and the norms' ratios."""
+def summarize(rows: list[dict]) -> dict:
+    """Geometric means and the worst cases, of few tokens and of many."""
     found = {}
-    for mode, (few, least, most) in product(("fwd", "both"), ((False, 512, math.inf), (True, 0, 511))):
+    for mode, (name, least, most) in product(("fwd", "both"), (("at least", 512, math.inf), ("fewer than", 0, 511))):
         mine = [row["ms"] for row in rows if row["mode"] == mode and least <= row["M"] <= most]
-        for a, b in PAIRS:
-            values = [ms[a] / ms[b] for ms in mine if a in ms and b in ms]
-            if values:
-                mean = geometric_mean(values)
-                name = f"{mode}, {'fewer than' if few else 'at least'} 512 tokens"
-                found.setdefault(name, {})[f"{a}/{b}"] = [round(mean, 3), round(max(values), 3)]
-    keys = ("M", "K", "N", "r", "mode")
-    dearer = [
-        {key: row[key] for key in keys} | over
-        for row in rows
-        if (over := ratios(row["ms"], [("fdora", "qlora")])) and row["ms"]["fdora"] > row["ms"]["qlora"]
-    ]
-    pairs = (("codes", "dense"), ("dequantize", "decode"), ("dequantize_norm", "decode"))
-    of_norms = [{key: row[key] for key in "KNr"} | ratios(row["ms"], pairs) for row in norms]
-    failed = sorted({f"{name}: {why}" for row in [*rows, *norms] for name, why in row["failed"].items()})
-    return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": of_norms, "failed": failed}
+        each = {f"{a}/{b}": [ms[a] / ms[b] for ms in mine if a in ms and b in ms] for a, b in PAIRS}
+        means = {pair: [round(geometric_mean(values), 3), round(max(values), 3)] for pair, values in each.items() if values}
+        found |= {f"{mode}, {name} 512 tokens": means} if means else {}
+    return {"mean_and_worst": found}
 
 
 def markdown(result: dict) -> str:
@@ -263,7 +251,7 @@ def measure(run: Run) -> None:
     for case in run.cases(cases(options)):
         run.add(*layer_rows(*case, options))
         free(options.device)
-    run.set(summary=summarize(run.result["rows"], run.result["norms"]))
+    run.set(summary=summarize(run.result["rows"]))
     print("\n" + markdown(run.result))
     for row in run.result["norms"]:
         run.failed |= row["failed"]

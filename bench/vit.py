@@ -10,7 +10,7 @@ up and down in one call. Wall time of one call until the GPU is done, median of 
 images a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the
 images. First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
-torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name.
+torch.profiler names and times the kernels of a layer, by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bench.clock import free, medians, wall_timer
 from bench.decoder import adapters, apart, compile_each, judge
-from bench.kernels import Kernel, by_name, middle_block, profiled, shares
+from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations
 from bench.table import columns
@@ -120,7 +120,7 @@ def rows_of(run: Run, models: dict[str, Compared], mode: str, compiled: bool, ke
             every = profiled(fn)
             row |= {"kernels_per_layer": round(len(every) / options.layers, 1)}
             row |= {"gpu_ms": round(sum(kernel.us for kernel in every) / 1e3, 2)}
-            kernels[tag] = (middle_block if mode == "inference" else by_name)(every, options.layers)
+            kernels[tag] = by_name(every, options.layers)
             run.result["kernels"][tag] = [kernel._asdict() for kernel in kernels[tag]]
         return fn, row
 
