@@ -38,7 +38,7 @@ from bench.clock import free, medians_of
 from bench.layer import TOLERANCE
 from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes
-from bench.table import table
+from bench.table import columns
 from bench.truth import norm_of
 from bench.ways import BF16, FDORA, Inputs, S, Truths, Way, build, by_mode, checked, errors, trained, truths, warm
 from fdora.functional import dora_norm
@@ -198,34 +198,30 @@ def summarize(rows: list[dict]) -> dict:
     return {"mean_and_worst": found}
 
 
+LAYER = "{M}, {K} x {N}, {r}, {mode}"
+
+
 def markdown(result: dict) -> str:
     """Of the layers a mean and the worst case by tokens; of the norms every case."""
-    spread = result["summary"]["mean_and_worst"]
-    pairs = list(dict.fromkeys(pair for values in spread.values() for pair in values))
-    cells = [
-        [what, *(" / ".join(f"{v:.2f}" for v in values.get(pair, [])) for pair in pairs)] for what, values in spread.items()
-    ]
-    ways = list(dict.fromkeys(way for row in result["norms"] for way in row["ms"]))
-    head = ["N x K, r", *(f"{way}, us" for way in ways), "roof, us", "error"]
-    norms = [
-        [
-            "{N} x {K}, {r}".format(**row),
-            *(f"{1000.0 * row['ms'][way]:.1f}" if way in row["ms"] else "" for way in ways),
-            f"{1000.0 * max(row['roof_ms'].values()):.1f}" if "roof_ms" in row else "",
-            f"{row['error']:.0e}",
-        ]
-        for row in result["norms"]
-    ]
-    few = [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
+    spread, few = result["summary"]["mean_and_worst"], [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
+    pairs = dict.fromkeys(pair for values in spread.values() for pair in values)
     names = [way for way in (*WAYS, *CODED) if any(way in row["ms"] for row in few)]
-    cases = [
-        ["{M}, {K} x {N}, {r}, {mode}".format(**row), *(f"{row['ms'][way]:.3f}" if way in row["ms"] else "" for way in names)]
-        for row in few
-        if row["r"] == 64
+    means = {"mean / worst": "{what}"} | {pair: f"{{{pair}[0]:.2f}} / {{{pair}[1]:.2f}}" for pair in pairs}
+    times = {"M, K x N, r = 64, ms": LAYER} | {name: f"{{ms[{name}]:.3f}}" for name in names}
+    norms = {"N x K, r": "{N} x {K}, {r}"}
+    norms |= {f"{way}, us": f"{{us[{way}]:.1f}}" for way in dict.fromkeys(way for row in result["norms"] for way in row["ms"])}
+    norms |= {"roof, us": "{roof:.1f}", "error": "{error:.0e}"}
+    parts = [
+        (means, [{"what": what} | values for what, values in spread.items()]),
+        (times, [row for row in few if row["r"] == 64]),
+        (norms, [in_us(row) for row in result["norms"]]),
     ]
-    parts = [table(["mean / worst", *pairs], cells)] if cells else []
-    parts += [table(["M, K x N, r = 64, ms", *names], cases)] if cases else []
-    return "\n\n".join([*parts, table(head, norms)] if norms else parts)
+    return "\n\n".join(columns(rows, said) for said, rows in parts if rows)
+
+
+def in_us(row: dict) -> dict:
+    roof = {"roof": 1e3 * max(row["roof_ms"].values())} if "roof_ms" in row else {}
+    return row | {"us": {way: 1e3 * ms for way, ms in row["ms"].items()}} | roof
 
 
 OPTIONS = {
