@@ -53,6 +53,17 @@ def machine(name: str) -> str:
     return name.split("/")[0].upper()
 
 
+def finish(axes, x: str, y: str, x_log: float | None = None, y_log: bool = False, **legend: Any) -> None:
+    """Labels, a legend, and logarithmic axes, that of x to this base."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if x_log:
+        axes.set_xscale("log", base=x_log)
+    if y_log:
+        axes.set_yscale("log")
+    axes.legend(**{"fontsize": 7} | legend)
+
+
 def rank(axes, name: str) -> None:
     """4096 x 4096, 4096 tokens, forward and backward; one run."""
     rows = [x for x in result(name)["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
@@ -61,11 +72,8 @@ def rank(axes, name: str) -> None:
         points = sorted((x["r"], x["ms"][key]) for x in rows if x["norm"] == norm)
         label = {"inside": "fdora, norm inside", "fdora": "fdora, norm given"}.get(way) or NAMES[way]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], label=label)
-    axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("r")
-    axes.set_ylabel(f"ms, 4096 tokens, 4096 x 4096, {machine(name)}")
-    axes.legend(fontsize=7)
+    finish(axes, "r", f"ms, 4096 tokens, 4096 x 4096, {machine(name)}", 2)
 
 
 def roofline(axes, name: str) -> None:
@@ -78,11 +86,7 @@ def roofline(axes, name: str) -> None:
         rows = [x for x in found["rows"] if x["form"] == form and x["dtype"] == "bfloat16"]
         speeds = [2e-9 * x["N"] * x["K"] * x["r"] / x["ms"] for x in rows]
         axes.scatter([x["r"] for x in rows], speeds, s=16, color=COLOURS[form], label=form)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("flops per byte of W (= r)")
-    axes.set_ylabel(f"TFLOP/s of the norm, bf16, {machine(name)}")
-    axes.legend(fontsize=7)
+    finish(axes, "flops per byte of W (= r)", f"TFLOP/s of the norm, bf16, {machine(name)}", 2, True)
 
 
 def measured(sweep: str | None) -> list[str]:
@@ -104,11 +108,9 @@ def sweep(axes, panel: tuple[str, str]) -> None:
         points = sorted((row["seq" if size == "S" else size], row[field]) for row in rows)
         style = {"linestyle": "--" if mode == "inference" else "-", "label": None if mode == "inference" else NAMES[way]}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel(f"{size}; {found['model']}, {found['rows'][0]['layers']} layers, {machine(name)}")
-    axes.set_ylabel({"ms": "ms", "peak_mb": "peak memory, MB"}[field])
-    axes.legend(fontsize=6, title="gradient; inference dashed", title_fontsize=6)
+    where = f"{size}; {found['model']}, {found['rows'][0]['layers']} layers, {machine(name)}"
+    said = {"title": "gradient; inference dashed", "title_fontsize": 6}
+    finish(axes, where, {"ms": "ms", "peak_mb": "peak memory, MB"}[field], 2, True, fontsize=6, **said)
 
 
 def loss_panels() -> list[tuple]:
@@ -139,9 +141,7 @@ def losses(axes, panel: tuple) -> None:
     if what == "difference":
         axes.axhline(TARGET, color="black", linewidth=0.8, linestyle=":", label=f"target of fdora - peft, {TARGET:.1e}")
         axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"step; {label}")
-    axes.set_ylabel(what)
-    axes.legend(fontsize=7)
+    finish(axes, f"step; {label}", what)
 
 
 def studied(study: str) -> list[str]:
@@ -156,11 +156,7 @@ def near(axes, panel: tuple[str, str]) -> None:
     for way in rows[0]["delta"]:
         mine = {"dora_delta": {"color": COLOURS["fdora"], "linewidth": 3}, "rounding": {"color": "black", "linestyle": ":"}}
         axes.plot([row["spread"] for row in rows], [row["delta"][way] for row in rows], label=way, **mine.get(way, {}))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel(f"spread of g about 1, {dtype}")
-    axes.set_ylabel("relative error of what is added to base")
-    axes.legend(fontsize=6)
+    finish(axes, f"spread of g about 1, {dtype}", "relative error of what is added to base", 10, True, fontsize=6)
 
 
 def spread(axes, panel: tuple[str, int]) -> None:
@@ -171,9 +167,7 @@ def spread(axes, panel: tuple[str, int]) -> None:
     axes.axhspan(-(2**-9), 2**-8, color="0.85", label="1 in bf16")
     axes.vlines(at, [row["q05"] for row in rows], [row["q95"] for row in rows], color=COLOURS["fdora"], label="5 % to 95 %")
     axes.plot(at, [row["q50"] for row in rows], ".", color="black", markersize=3, label="median")
-    axes.set_xlabel(f"linear layers, first to last; {steps} steps")
-    axes.set_ylabel("g - 1")
-    axes.legend(fontsize=7)
+    finish(axes, f"linear layers, first to last; {steps} steps", "g - 1")
 
 
 def timeline(axes, name: str) -> None:
@@ -184,9 +178,7 @@ def timeline(axes, name: str) -> None:
         axes.plot(parts, allocated, color=COLOURS[row["way"]], label=NAMES[row["way"]])
         axes.plot(parts, reserved, color=COLOURS[row["way"]], linestyle="--", linewidth=0.8)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"share of the operations of a step, {machine(name)}")
-    axes.set_ylabel("GiB allocated; reserved dashed")
-    axes.legend(fontsize=7)
+    finish(axes, f"share of the operations of a step, {machine(name)}", "GiB allocated; reserved dashed")
 
 
 FIGURES = {

@@ -19,7 +19,6 @@ the weight as it is decoded: of another rounding of x and dz they say what it co
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -71,7 +70,7 @@ def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
     }
 
 
-def rows_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespace) -> Iterator[dict]:
+def rows_of(M: int, K: int, N: int, r: int, scale: str, options) -> Iterator[dict]:
     """Forward, and forward with backward."""
     i = Inputs.random(M, K, N, r, BF16, options.device)
     W = quantize(i.W, "fp8", block=SCALES[scale], dtype=BF16)

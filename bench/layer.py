@@ -3,10 +3,9 @@
     python -m bench.layer --device cuda --quick --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
 
-bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians; ``--wall`` adds wall time per call
-with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with
-float64 before it is timed; one that cannot run is listed with its reason, a wrong rival with its error, and a wrong
-fdora fails the command at its end. The JSON is rewritten after every case.
+bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under no_grad,
+``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with float64 before it is timed; one that cannot run
+is listed with its reason, a wrong rival with its error, and a wrong fdora fails the command at its end. The JSON is rewritten after every case.
 
 Which row a way stands in: what has no norm, or computes it in every call and knows no other way, in the rows of both norms.
 ``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
@@ -28,7 +27,7 @@ from statistics import geometric_mean
 import torch
 
 from bench.checkouts import RIVAL_PATH
-from bench.clock import free, medians, medians_of, wall_timer
+from bench.clock import free, medians_of
 from bench.suite import Some, Suite
 from bench.ways import (
     ADAPTERS,
@@ -78,16 +77,10 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     free(device)
     for direction, fns in by_mode(ways):
         ms = medians_of(fns, device, options.runs, failed)
-        wall = {}
-        if options.wall:
-            timers = failed.attempt(ms, lambda name, fns=fns: wall_timer(fns[name], device))
-            wall = medians(timers, min(options.runs, 5))
         for norm in ("given", "inside"):
             row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
             row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
             row |= {"ratio": ratios(row["ms"], pairs()), "failed": select(failed, norm)}
-            if wall:
-                row["wall_ms"] = select(wall, norm)
             rows.append(row)
     return rows
 
@@ -145,23 +138,16 @@ def cases(options) -> list[tuple]:
     return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter]
 
 
-LEFT_OUT = tuple(f"-{name}" for name in WAYS)
 OPTIONS = {
     "--shapes": (["llama8b"], f"of {', '.join(MODELS)}, all, or KxN"),
     "--M": [4096],
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
-    "--ways": (Some((*WAYS, *LEFT_OUT), WAYS), "comma separated; -NAME leaves one out"),
+    "--ways": Some(WAYS),
     **RIVAL_PATH,
     "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
-    "--wall": False,
 }
-
-
-def check(parser, options):
-    dropped = {name[1:] for name in options.ways if name.startswith("-")}
-    options.ways = [w for w in (WAYS if dropped else options.ways) if w not in dropped]
 
 
 def measure(run):
@@ -177,4 +163,4 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, check=check)
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from bench.clock import medians
 from bench.decoder import DTYPES, MOST_APART
@@ -37,6 +37,9 @@ WIDTHS = {"llama-3.1-8b": (4096, 14336, 1024), "qwen2.5-32b": (5120, 27648, 1024
 CUTS = {"rows": dict(x=Replicate(), W=Shard(0), A=Replicate(), B=Shard(0), m=Shard(0), norm=Shard(0))}
 CUTS["columns"] = dict(x=Shard(-1), W=Shard(1), A=Shard(1), B=Replicate(), m=Replicate(), norm=Replicate())
 TRAINED = ("x", "A", "B", "m")
+# Plain parts of y and of the gradients of x, A, B and m
+RESULTS = {"rows": (Shard(1), Replicate(), Partial(), Shard(0), Shard(0))}
+RESULTS["columns"] = (Replicate(), Shard(1), Shard(1), Partial(), Partial())
 
 
 class Whole(torch.autograd.Function):
@@ -138,26 +141,11 @@ def errors(cut: str, t: dict[str, torch.Tensor], dy: torch.Tensor, mesh: Any) ->
     for way, (fn, given) in ways(cut, t, mesh).items():
         if way == "lora":
             continue
-        got = run(fn, given, mine, True)
-        worst = 0.0
-        for name, have, want in zip(("y", *TRAINED), got, truth, strict=True):
-            have = have.full_tensor() if isinstance(have, DTensor) else gathered(have, want, cut, name)
-            worst = max(worst, ((have - want).float().norm() / want.float().norm()).item())
-        found[way] = worst
+        got = zip(run(fn, given, mine, True), RESULTS[cut], strict=True)
+        whole = [part if isinstance(part, DTensor) else DTensor.from_local(part, mesh, [place]) for part, place in got]
+        pairs = zip((part.full_tensor() for part in whole), truth, strict=True)
+        found[way] = max(((have - want).float().norm() / want.float().norm()).item() for have, want in pairs)
     return found
-
-
-def gathered(part: torch.Tensor, want: torch.Tensor, cut: str, name: str) -> torch.Tensor:
-    """Of plain parts: rows or columns behind each other, or the sum of what is pending."""
-    axis = next((i for i, n in enumerate(want.shape) if part.shape[i] != n), None)
-    if axis is not None:
-        parts = [torch.empty_like(part.contiguous()) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts, axis)
-    if (cut, name) in (("rows", "A"), ("columns", "B"), ("columns", "m")):
-        part = part.clone()
-        dist.all_reduce(part)
-    return part
 
 
 def times(steps: dict[str, Callable], run: Run, device: str) -> dict[str, float]:

@@ -20,7 +20,6 @@ dequantisation alone, ``dequantize`` ours, ``dequantize_norm`` that with the nor
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,7 +101,7 @@ class Quantised:
         return build(DENSE.get(name, name), i, rival_path, state=self.weight.quant_state)
 
 
-def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
+def layer_rows(M: int, K: int, N: int, r: int, options) -> list[dict]:
     case = Quantised(M, K, N, r, options.device)
     ways, error, failed, peak, _ = checked(
         options.ways,
@@ -122,7 +121,7 @@ def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> l
     return rows
 
 
-def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.Namespace) -> dict:
+def norm_row(K: int, N: int, r: int, roof: dict[str, float], options) -> dict:
     import bitsandbytes as bnb
 
     case, device = Quantised(1, K, N, r, options.device), options.device
@@ -234,7 +233,7 @@ OPTIONS = {
 }
 
 
-def cases(options: argparse.Namespace) -> list[tuple[int, ...]]:
+def cases(options) -> list[tuple[int, ...]]:
     return [(M, K, N, r) for M, (K, N), r in product(options.M, options.shapes, options.r)]
 
 

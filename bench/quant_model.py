@@ -14,7 +14,6 @@ bf16, adapters in float32 with gradients and two moments of Adam, the input of e
 
 from __future__ import annotations
 
-import argparse
 import math
 
 import torch
@@ -56,7 +55,7 @@ def stored_bytes(model: nn.Module) -> int:
     return found
 
 
-def whole(options: argparse.Namespace, packed: int, adapted: int, peak: int) -> dict[str, float]:
+def whole(options, packed: int, adapted: int, peak: int) -> dict[str, float]:
     """GB of a model of such layers."""
     layers, words = MODELS[options.model]
     width = SIZES[options.model]["hidden_size"]

@@ -158,9 +158,9 @@ def test_a_rival_that_fails_is_listed(tmp_path, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(ways, "factored", broken)
-    result = run(layer, tmp_path, LAYER + "--ways factored,fdora --wall")
+    result = run(layer, tmp_path, LAYER + "--ways factored,fdora")
     assert result["summary"]["failed"] == ["factored: RuntimeError: out of luck"]
-    assert all(row["wall_ms"].get("fdora", 1) > 0 and "factored" not in row["ms"] for row in result["rows"])
+    assert all("factored" not in row["ms"] for row in result["rows"])
 
 
 # A way of fdora's that is wrong: where its commands look it up, and what is put there. No command may end well.
