@@ -5,7 +5,8 @@
 
 bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under no_grad,
 ``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with float64 before it is timed; one that cannot run
-is listed with its reason, a wrong rival with its error, and a wrong fdora fails the command at its end. The JSON is rewritten after every case.
+is listed with its reason, a wrong rival with its error, and a wrong fdora fails the command at its end. The JSON is rewritten
+after every case.
 
 Which row a way stands in: what has no norm, or computes it in every call and knows no other way, in the rows of both norms.
 ``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
