@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -30,8 +31,8 @@ import torch.nn.functional as F
 from bench.clock import medians_of
 from bench.fp8_error import SCALES
 from bench.suite import Run, Some, Suite, shapes
-from bench.ways import BF16, Inputs, S, Way, against, by_mode, checked, differentiated, ratios, truths
-from fdora.functional import dora_linear, dora_norm
+from bench.ways import BF16, Inputs, S, Way, against, by_mode, checked, differentiated, fdora, ratios, truths
+from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, quantize, with_transpose
 
 BACKWARD = ("fp8_grad", "fp8_transposed")
@@ -50,18 +51,18 @@ def scaled_mm(x: torch.Tensor, W: QuantWeight) -> torch.Tensor:
 
 
 def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
-    dense, x, A, B, m = W.dequantize(BF16), i.x, i.A, i.B, i.m
-    c, leaves = dora_norm(W, A.detach(), B.detach(), s=S), {"x": x, "A": A, "B": B}
+    dense, x, A, B = W.dequantize(BF16), i.x, i.A, i.B
+    c = dora_norm(W, A.detach(), B.detach(), s=S)
 
     def dora(W, **how) -> Way:
-        return differentiated(lambda: dora_linear(x, W, A, B, m, s=S, norm=c, **how), leaves | {"m": m}, i.dy)
+        return fdora(replace(i, W=W), c, **how)
 
     def lora() -> torch.Tensor:
         return F.linear(x, dense) + F.linear(F.linear(x, A), B) * S
 
     return {
         "linear": differentiated(lambda: F.linear(x, dense), {"x": x}, i.dy, "frozen"),
-        "lora": differentiated(lora, leaves, i.dy, "lora"),
+        "lora": differentiated(lora, {"x": x, "A": A, "B": B}, i.dy, "lora"),
         "dense": dora(dense),
         "decoded": dora(W),
         "fp8": dora(W, compute="fp8"),

@@ -1,4 +1,5 @@
-"""One layer's output and gradients in float64, whole, by autograd from the formula. Its norm is a constant."""
+"""One layer's output and gradients in float64, whole, by autograd from the formula. Its norm is a constant, unless
+somebody asks for its gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ def norm_of(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
     return torch.cat([(w.double() + s * b.double() @ A.double()).norm(dim=1) for w, b in blocks])
 
 
-def exact(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float) -> Tensor:
+def exact(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, detach: bool = True) -> Tensor:
     """y of a layer. LoRA is the case ``m=None``, the frozen layer the case s = 0 of that."""
     y = x @ W.double().mT + s * (x @ A.double().mT) @ B.double().mT
-    return y if m is None else y * (m.double() / norm_of(W, A.detach(), B.detach(), s))
+    return y if m is None else y * (m.double() / norm_of(W, *((A.detach(), B.detach()) if detach else (A, B)), s))
 
 
 def named(ys: Outputs) -> dict[str, Tensor]:

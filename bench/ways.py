@@ -293,12 +293,15 @@ def bare(*layers: Inputs) -> Way:
     return Way(forward, both)
 
 
-def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
+def fdora(i: Inputs, norm: Tensor | None = None, compiled: bool = False, **how: Any) -> Way:
+    """``how``: of dora_linear; a bias is a leaf, too."""
+
     def layer(x: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
-        return dora_linear(x, i.W, A, B, m, s=S, norm=norm)
+        return dora_linear(x, i.W, A, B, m, s=S, norm=norm, **how)
 
     call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    return trained(lambda x: call(x, i.A, i.B, i.m), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
+    leaves = {"A": i.A, "B": i.B, "m": i.m} | ({"bias": how["bias"]} if "bias" in how else {})
+    return trained(lambda x: call(x, i.A, i.B, i.m), i, leaves, "dora")
 
 
 def with_dz(way: Way) -> Way:
