@@ -30,9 +30,15 @@ if __name__ == "__main__" and "--worker" in sys.argv:  # of another checkout: it
 
 import torch  # noqa: E402
 
-from bench import experts_case, group, multi_ways, ways  # noqa: E402
-from bench.attempt import Failures  # noqa: E402
-from bench.clock import capture, once, replay_ms  # noqa: E402
+from bench import experts as mixture  # noqa: E402
+from bench import group, ways  # noqa: E402
+from bench import multi as banks  # noqa: E402
+from bench.clock import (  # noqa: E402
+    Failures,
+    capture,
+    once,
+    replay_ms,
+)
 from bench.suite import Run, Suite  # noqa: E402
 from bench.ways import BF16, Inputs, S, Way, differentiated  # noqa: E402
 from fdora.functional import dora_compose, dora_embedding, dora_merge, dora_norm  # noqa: E402
@@ -69,12 +75,12 @@ def shared(device: str, part: str, M: int) -> Way:
 
 
 def multi(device: str, M: int, N: int, K: int, name: str) -> Way:
-    return multi_ways.build(name, multi_ways.Bank.random(M, K, N, [16] * 6, BF16, device))
+    return banks.build(name, banks.Bank.random(M, K, N, [16] * 6, BF16, device))
 
 
 def experts(device: str, tokens: int) -> Way:
     model = "tiny" if device == "cpu" else "qwen3-30b"
-    return experts_case.layer_way("fdora_inside", experts_case.Case.random(model, tokens, 16, BF16, device))
+    return mixture.layer_way("fdora_inside", mixture.Case.random(model, tokens, 16, BF16, device))
 
 
 def embedding(device: str, V: int, d: int, tokens: int) -> Way:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench import jobs, records
+from bench.jobs import bubbles
 from bench.jobs_model import lengths_of, plan_of
-from bench.jobs_pipeline import bubbles
 from bench.suite import Run, Suite
 from fdora.jobs.schedule.simulate import Action, Task
 

@@ -31,9 +31,8 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor, nn
 
-from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
-from bench.clock import free, medians_of
+from bench.clock import Failures, free, medians_of
 from bench.layer import TOLERANCE
 from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes

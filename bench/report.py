@@ -34,9 +34,8 @@ from bench import (
     vit,
 )
 from bench.all import TABLE
-from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
-from bench.figures import FIGURES, SWEPT, converged, described, draw
+from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
 from bench.records import names, result
 from bench.table import columns, pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from bench.checkouts import RIVAL_PATH, Slots, vllm_lora
 from bench.clock import medians_of
-from bench.multi import CACHE
-from bench.multi_ways import Bank, lengths_of
+from bench.multi import CACHE, Bank, lengths_of
 from bench.suite import Some, Suite, shapes
 from bench.table import side_by_side
 from bench.truth import norm_of, rel_l2, some

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench import decoder, rivals
-from bench.attempt import Failures
-from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
+from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack

@@ -30,8 +30,8 @@ from torch import Tensor
 
 import fdora
 from bench import clock, ways
-from bench.attempt import Failures
-from bench.multi_ways import Bank, build
+from bench.clock import Failures
+from bench.multi import Bank, build
 from bench.norm_model import linears
 from bench.save import save as save_json
 from bench.shapes import copied, draw

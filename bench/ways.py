@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.attempt import Failures
 from bench.checkouts import axolotl_linear, lorafusion_linear, unsloth_linear
-from bench.clock import free, medians_of
+from bench.clock import Failures, free, medians_of
 from bench.rivals import factored, paper_layer, peft_layer
 from bench.truth import Outputs, exact, gradients, named
 from bench.truth import errors as errors_of

@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs i
 from bench import __main__ as entry
 from bench import quant, records, ways
 from bench import suite as suites
-from bench.attempt import Failures
+from bench.clock import Failures
 from fdora.functional import dora_linear
 
 ROOT = Path(__file__).parent.parent
@@ -167,9 +167,9 @@ def test_a_rival_that_fails_is_listed(tmp_path, monkeypatch):
 WRONG = {
     "layer": "bench.ways.dora_linear",
     "group": "bench.group.dora_linear_group",
-    "multi": "bench.multi_ways.dora_linear_multi",
+    "multi": "bench.multi.dora_linear_multi",
     "serve": "bench.serve.dora_linear_multi",
-    "experts": "bench.experts_case.dora_experts",
+    "experts": "bench.experts.dora_experts",
     "quant": "bench.ways.dora_linear",
     "embedding": "bench.embedding.dora_embedding",
     "compose": "bench.compose.dora_compose",
