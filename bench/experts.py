@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import ways
 from bench.clock import Failures
 from bench.multi import Timed, timed
 from bench.suite import One, Some, Suite
@@ -129,7 +130,7 @@ def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
 
 
 def lora(x: Tensor, p: Stack, e: int) -> Tensor:
-    return F.linear(x, p.W[e]) + S * F.linear(F.linear(x, p.A[e].to(x.dtype)), p.B[e].to(x.dtype))
+    return ways.lora(x, p.W[e], p.A[e], p.B[e])
 
 
 def dora(x: Tensor, p: Stack, e: int) -> Tensor:
@@ -205,7 +206,7 @@ TOLERANCE = 1e-2
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
-    ways, error, failed, _, kept = checked(
+    found, error, failed, _, kept = checked(
         options.ways,
         lambda name: build(name, case),
         lambda name, way: errors(way, case) if name in OURS else (way.both(), {})[1],
@@ -216,7 +217,7 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     )
     error = {name: each for name, each in error.items() if each}
     rows = []
-    for mode, fns in by_mode(ways):
+    for mode, fns in by_mode(found):
         times = timed(fns, failed, options)
         facts = {"kind": kind, "model": model, "T": T, "r": r, "adapter": options.adapter, "mode": mode}
         rows.append(row_of(facts, times) | {"error": error, "kept": kept, "failed": dict(failed)})

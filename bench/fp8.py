@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from bench.clock import medians_of
 from bench.fp8_error import SCALES
 from bench.suite import Run, Some, Suite, shapes
-from bench.ways import BF16, Inputs, S, Way, against, by_mode, checked, differentiated, fdora, ratios, truths
+from bench.ways import BF16, Inputs, S, Way, against, by_mode, checked, differentiated, fdora, lora, ratios, truths
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, quantize, with_transpose
 
@@ -57,12 +57,9 @@ def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
     def dora(W, **how) -> Way:
         return fdora(replace(i, W=W), c, **how)
 
-    def lora() -> torch.Tensor:
-        return F.linear(x, dense) + F.linear(F.linear(x, A), B) * S
-
     return {
         "linear": differentiated(lambda: F.linear(x, dense), {"x": x}, i.dy, "frozen"),
-        "lora": differentiated(lora, {"x": x, "A": A, "B": B}, i.dy, "lora"),
+        "lora": differentiated(lambda: lora(x, dense, A, B), {"x": x, "A": A, "B": B}, i.dy, "lora"),
         "dense": dora(dense),
         "decoded": dora(W),
         "fp8": dora(W, compute="fp8"),

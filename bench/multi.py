@@ -43,7 +43,7 @@ from torch import Tensor
 from bench.checkouts import RIVAL_PATH, lorafusion_multi, padded, unpadded
 from bench.clock import Failures, free, medians, medians_of, wall_timer
 from bench.kernels import by_name, profiled
-from bench.suite import One, Some, Suite, shapes
+from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients, rel_l2
 from bench.ways import ADAPTERS, BF16, S, Truths, Way, away, checked, differentiated, ratios
@@ -343,7 +343,7 @@ def compile_case(case: Case, adapter: str, device: str) -> None:
 
 
 OPTIONS = {
-    "--shapes": dict(type=shapes, default=[(4096, 4096), (4096, 14336)], help="K x N"),
+    "--shapes": ([(4096, 4096), (4096, 14336)], "K x N"),
     "--M": 8192,
     "--decode": (64, "tokens, each of its own adapter"),
     "--serve": ([200, 700], "tokens of six adapters"),

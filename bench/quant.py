@@ -223,7 +223,7 @@ def in_us(row: dict) -> dict:
 
 
 OPTIONS = {
-    "--shapes": dict(type=shapes, default=SHAPES, help="KxN, comma separated"),
+    "--shapes": (SHAPES, "KxN, comma separated"),
     "--M": [1, 16, 512, 4096, 16384],
     "--r": [16, 64, 384],
     "--ways": (Some((*WAYS, *CODED), WAYS), "comma separated"),

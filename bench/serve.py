@@ -215,7 +215,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 OPTIONS = {
-    "--shapes": dict(type=shapes, default=[(4096, 4096), (4096, 14336), (14336, 4096), (5120, 27648)], help="K x N"),
+    "--shapes": ([(4096, 4096), (4096, 14336), (14336, 4096), (5120, 27648)], "K x N"),
     "--r": [16, 64],
     "--tokens": [1, 8, 64, 512, 8192],
     "--adapters": ([1, 8, 64], "never more than there are tokens"),

@@ -316,6 +316,11 @@ def with_dz(way: Way) -> Way:
     return Way(way.forward, both)
 
 
+def lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
+    """As PEFT has it, whatever else a DoRA would take."""
+    return F.linear(x, W) + S * F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
+
+
 def addmm_lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
     return (x @ W.mT).addmm_(x @ A.to(x.dtype).mT, B.to(x.dtype).mT, alpha=S)
 
