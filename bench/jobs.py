@@ -168,16 +168,8 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
         return begun._replace(**{part: copied(getattr(begun, part)) for part in ("grads", "mean", "square")})
 
     def run(works, clock=None, state=None):
-        return run_pipeline(
-            state or fresh(),
-            works,
-            lambda n: jobs.data(works[n]),
-            stages={rank: stage},
-            wire=wire,
-            jobs=jobs.jobs,
-            links=links,
-            clock=clock,
-        )
+        how = {"stages": {rank: stage}, "wire": wire, "jobs": jobs.jobs, "links": links, "clock": clock}
+        return run_pipeline(state or fresh(), works, lambda n: jobs.data(works[n]), **how)
 
     def clock():
         if options.device == "cuda":
