@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,17 +26,23 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__" and "--worker" in sys.argv:  # of another checkout: its fdora, and the rest from here
-    import fdora  # noqa: F401
-
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import experts_case, group, multi_ways  # noqa: E402
-from bench.attempt import Failures  # noqa: E402
-from bench.clock import capture, once, replay_ms  # noqa: E402
+from bench import experts as mixture  # noqa: E402
+from bench import group, ways  # noqa: E402
+from bench import multi as banks  # noqa: E402
+from bench.clock import (  # noqa: E402
+    Failures,
+    capture,
+    once,
+    replay_ms,
+)
 from bench.suite import Run, Suite  # noqa: E402
 from bench.ways import BF16, Inputs, S, Way, differentiated  # noqa: E402
+from fdora.functional import dora_compose, dora_embedding, dora_merge, dora_norm  # noqa: E402
+from fdora.quant import quantize  # noqa: E402
 
 FLOAT = torch.float32
 Make = Callable[[], Way]
@@ -44,26 +51,22 @@ Make = Callable[[], Way]
 def layer(
     device: str, M: int, N: int, K: int, r: int, adapter=BF16, form=None, given=False, bias=False, dtype=BF16, **how
 ) -> Way:
-    from fdora import quant
-    from fdora.functional import dora_linear, dora_norm
-
     i = Inputs.random(M, K, N, r, adapter, device)
     x, W, dy = (t.detach().to(dtype) for t in (i.x, i.W, i.dy))
-    W, norm = W if form is None else quant.quantize(W, form), None
-    if given:
-        norm = dora_norm(W, i.A.detach(), i.B.detach(), s=S)
-    leaves = {"x": x.requires_grad_(), "A": i.A, "B": i.B, "m": i.m}
+    i = replace(i, x=x.requires_grad_(), W=coded(W, form), dy=dy)
+    norm = dora_norm(i.W, i.A.detach(), i.B.detach(), s=S) if given else None
     if bias:
-        how["bias"] = leaves["bias"] = torch.randn(N, device=device).to(dtype).requires_grad_()
-    return differentiated(lambda: dora_linear(x, W, i.A, i.B, i.m, s=S, norm=norm, **how), leaves, dy)
+        how["bias"] = torch.randn(N, device=device).to(dtype).requires_grad_()
+    return ways.fdora(i, norm, **how)
+
+
+def coded(W: torch.Tensor, form: str | None) -> Any:
+    return W if form is None else quantize(W, form)
 
 
 def norm(device: str, N: int, K: int, r: int, adapter=BF16, form=None) -> Way:
-    from fdora import quant
-    from fdora.functional import dora_norm
-
     i = Inputs.random(1, K, N, r, adapter, device)
-    W = i.W if form is None else quant.quantize(i.W, form)
+    W = coded(i.W, form)
     return Way(lambda: dora_norm(W, i.A.detach(), i.B.detach(), s=S), None)
 
 
@@ -72,33 +75,27 @@ def shared(device: str, part: str, M: int) -> Way:
 
 
 def multi(device: str, M: int, N: int, K: int, name: str) -> Way:
-    return multi_ways.build(name, multi_ways.Bank.random(M, K, N, [16] * 6, BF16, device))
+    return banks.build(name, banks.Bank.random(M, K, N, [16] * 6, BF16, device))
 
 
 def experts(device: str, tokens: int) -> Way:
     model = "tiny" if device == "cpu" else "qwen3-30b"
-    return experts_case.layer_way("fdora_inside", experts_case.Case.random(model, tokens, 16, BF16, device))
+    return mixture.layer_way("fdora_inside", mixture.Case.random(model, tokens, 16, BF16, device))
 
 
 def embedding(device: str, V: int, d: int, tokens: int) -> Way:
-    from fdora.functional import dora_embedding
-
     i, ids = Inputs.random(tokens, V, d, 16, BF16, device), torch.randint(V, (tokens,), device=device)
     leaves = {"A": i.A, "B": i.B, "m": i.m}
     return differentiated(lambda: dora_embedding(ids, i.W.mT, i.A, i.B, i.m, s=S), leaves, i.dy)
 
 
 def compose(device: str, M: int, N: int) -> Way:
-    from fdora.functional import dora_compose
-
     base, lora, dy, g = (torch.randn(*shape, device=device).to(BF16) for shape in ((M, N), (M, N), (M, N), (N,)))
     leaves = {"base": base.requires_grad_(), "lora": lora.requires_grad_(), "g": g.float().requires_grad_()}
     return differentiated(lambda: dora_compose(*leaves.values(), s=S), leaves, dy)
 
 
 def merge(device: str, N: int, K: int, r: int) -> Way:
-    from fdora.functional import dora_merge
-
     i = Inputs.random(1, K, N, r, BF16, device)
     return Way(lambda: dora_merge(i.W, i.A.detach(), i.B.detach(), i.m.detach(), s=S), None)
 

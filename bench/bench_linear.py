@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.layer import QUICK, TOLERANCE, errors, truths
-from bench.ways import Inputs, build
+from bench.layer import QUICK, TOLERANCE
+from bench.ways import Inputs, build, errors, truths
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])

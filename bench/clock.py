@@ -9,13 +9,31 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
-from bench.attempt import Failures
 from fdora._clock import Timer, anchor_graph, capture, launches_of, medians, replay_ms
 from fdora._clock import quick_timer as quick_timer
+
+T = TypeVar("T")
+
+
+class Failures(dict[str, str]):
+    """Reason by way."""
+
+    def attempt(self, names: Iterable[str], step: Callable[[str], T], label: str = "{}") -> dict[str, T]:
+        """``step(name)`` for each name, without those that raise: their reason is kept under this label, which says where."""
+        results = {}
+        for name in names:
+            try:
+                results[name] = step(name)
+            except Exception as problem:  # whatever a rival may raise
+                self[tag := label.format(name)] = (f"{type(problem).__name__}: {problem}".splitlines() or ["?"])[0][:300]
+                print(f"{tag} failed: {self[tag]}", flush=True)
+        return results
+
 
 LOOP_MS = 20.0
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.attempt import Failures
-from bench.clock import free, medians, wall_timer
+from bench.clock import Failures, free, medians, wall_timer
 from bench.ways import away
 from tests.memory import peak_bytes
 

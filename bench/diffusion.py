@@ -36,7 +36,7 @@ from bench.decoder import adapters, apart, judge, left, of_part, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.steps import Gpu
 from bench.suite import Run, Some, Suite
-from bench.table import pivot, table
+from bench.table import over_lora, pivot
 from bench.ways import S
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora")
@@ -217,18 +217,8 @@ def label(case: Case) -> str:
 def markdown(rows: list[dict]) -> str:
     """LoRA in ms and MB, the others as shares of it: wall / GPU / peak memory."""
     cases = pivot(rows, lambda row: tuple(row[field] for field in Case._fields))
-    ways, lora, units = list(dict.fromkeys(row["way"] for row in rows)), "peft_lora", ("ms", "gpu_ms", "peak_mb")
-
-    def show(way: str, found: dict[str, dict]) -> str:
-        if way not in found:
-            return ""
-        unit = found[lora] if lora in found and way != lora else None
-        parts = [found[way][key] / unit[key] if unit else found[way][key] for key in units if key in found[way]]
-        return " / ".join(f"{v:.2f}" if unit else f"{v:.0f}" for v in parts)
-
-    head = [*Case._fields, *(f"{way}, ms / ms / MB" if way == lora else way for way in ways)]
-    lines = [[*case, *(show(way, found) for way in ways)] for case, found in cases.items()]
-    return "Wall / GPU / peak memory; LoRA's, and the others as shares of it.\n\n" + table(head, lines)
+    said = "Wall / GPU / peak memory; LoRA's, and the others as shares of it.\n\n"
+    return said + over_lora(Case._fields, cases, {"ms": 0, "gpu_ms": 0, "peak_mb": 0}, "peft_lora, ms / ms / MB")
 
 
 OPTIONS = {

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bench import clock
 from bench.clock import medians_of, wall_timer
@@ -39,7 +40,7 @@ def lora_embedding(ids, W, A, B):
     return (F.embedding(ids, W) + S * (F.embedding(ids, A.T) @ B.T)).to(W.dtype)
 
 
-def checked(name, got, want, most):
+def checked(name: str, got: Tensor, want: Tensor, most: float) -> None:
     error = rel_l2(got, want)
     assert error <= most, f"{name} is wrong by {error:.1e}"
 

@@ -23,25 +23,180 @@ An MLP of a rival takes the rows of each token by an index that is there, and ad
 call.
 ``norm``: all norms of a stack in one launch, one expert's after the other, and by dora_norm_tree.
 
-Before it is timed every fdora way is compared with float64: samples of y, dx and the gates' gradients, and all of one expert's
-parameters in a layer. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
+Before it is timed every fdora way is compared with float64: y and the gradients of x and the gates, in a layer of all
+parameters. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from bench.attempt import Failures
-from bench.clock import free
-from bench.experts_case import MODELS, Case, S, given_of, layer_errors, layer_way, mlp_errors, mlp_way
+from bench import ways
+from bench.clock import Failures
 from bench.multi import Timed, timed
 from bench.suite import One, Some, Suite
-from bench.truth import rel_l2
-from bench.ways import ADAPTERS, Way, by_mode, checked, kept_bytes, ratios
-from fdora.functional import dora_norm, dora_norm_tree
+from bench.truth import errors as errors_of
+from bench.truth import exact, gradients, rel_l2
+from bench.ways import ADAPTERS, BF16, S, Way, away, by_mode, checked, differentiated, ratios
+from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm, dora_norm_tree
+
+MODELS = {  # experts, experts of a token, hidden size, F
+    "mixtral": (8, 2, 4096, 14336),
+    "qwen3-30b": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "tiny": (3, 2, 48, 32),
+}
+
+
+class Stack(NamedTuple):
+    """One layer of all experts, its adapters away from their start."""
+
+    W: Tensor
+    A: Tensor
+    B: Tensor
+    m: Tensor
+    norm: Tensor
+
+    @classmethod
+    def random(cls, E: int, N: int, K: int, r: int, adapter: torch.dtype, generator: torch.Generator) -> Stack:
+        W = torch.randn(E, N, K, generator=generator, device=generator.device, dtype=BF16).mul_(K**-0.5)
+        return cls(W, *away(W, r, adapter, generator))
+
+    def fresh(self) -> Stack:
+        """The same memory under leaves of their own."""
+        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in "ABm"})
+
+    def layer(self, norm: bool = True) -> DoraLayer:
+        return DoraLayer(self.W, self.A, self.B, self.m, S, None, self.norm if norm else None)
+
+
+class Case(NamedTuple):
+    """Tokens, their experts and both layers. ``order``: the pairs of tokens and experts, sorted; ``lengths`` of the experts."""
+
+    x: Tensor
+    up: Stack
+    down: Stack
+    ids: Tensor
+    gates: Tensor
+    order: Tensor
+    offsets: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def random(cls, model: str, T: int, r: int, adapter: torch.dtype, device: str) -> Case:
+        E, k, H, wide = MODELS[model]
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(T, H, generator=generator, device=device, dtype=BF16)
+        up, down = (Stack.random(E, N, K, r, adapter, generator) for N, K in ((2 * wide, H), (H, wide)))
+        # Gumbel noise on logits that favour some experts: segments of different lengths
+        logits = torch.randn(E, generator=generator, device=device) * 0.5
+        noise = torch.rand(T, E, generator=generator, device=device).clamp(1e-9, 1 - 1e-7).log().neg().log().neg()
+        weight, ids = (logits + noise).topk(k)
+        key, order = ids.reshape(-1).sort(stable=True)
+        lengths = torch.bincount(key, minlength=E).tolist()
+        offsets = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
+        return cls(x, up, down, ids, weight.softmax(1), order, offsets, lengths)
+
+    def fresh(self) -> Case:
+        x, gates = (t.detach().requires_grad_() for t in (self.x, self.gates))
+        return self._replace(x=x, gates=gates, up=self.up.fresh(), down=self.down.fresh())
+
+
+def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
+    """Sorted rows through one layer."""
+    if name.startswith("fdora"):
+        norm = (lambda p: None) if name == "fdora_inside" else (lambda p: p.norm)
+        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=norm(p))
+    if name == "frozen_grouped":
+        return lambda x, p, i: F.grouped_mm(x, p.W.mT, offs=i.offsets)
+    if name == "lora_grouped":
+        return lora_grouped
+    return partial(one_by_one, {"frozen_loop": frozen, "lora_loop": lora, "loop": dora}[name])
+
+
+def one_by_one(layer: Callable[[Tensor, Stack, int], Tensor], x: Tensor, p: Stack, i: Case) -> Tensor:
+    return torch.cat([layer(part, p, e) for e, part in enumerate(x.split(i.lengths)) if len(part)])
+
+
+def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
+    return F.linear(x, p.W[e])
+
+
+def lora(x: Tensor, p: Stack, e: int) -> Tensor:
+    return ways.lora(x, p.W[e], p.A[e], p.B[e])
+
+
+def dora(x: Tensor, p: Stack, e: int) -> Tensor:
+    return dora_linear(x, p.W[e], p.A[e], p.B[e], p.m[e], s=S, norm=p.norm[e])
+
+
+def lora_grouped(x: Tensor, p: Stack, i: Case) -> Tensor:
+    h = F.grouped_mm(x, p.A.to(x.dtype).mT, offs=i.offsets)
+    return F.grouped_mm(x, p.W.mT, offs=i.offsets) + S * F.grouped_mm(h, p.B.to(x.dtype).mT, offs=i.offsets)
+
+
+def in_float64(x: Tensor, p: Stack, e: int) -> Tensor:
+    return exact(x, p.W[e], p.A[e], p.B[e], p.m[e], S)
+
+
+def mlp(linear: Callable[[Tensor, Stack, Case], Tensor], i: Case) -> Tensor:
+    """Rows of each token by an index that is there, through both layers, and added up by index_add."""
+    at = i.order // i.ids.shape[1]
+    gate, up = linear(i.x[at], i.up, i).chunk(2, 1)
+    y = linear(F.silu(gate) * up, i.down, i) * i.gates.reshape(-1)[i.order, None]
+    return torch.zeros_like(i.x).index_add(0, at, y.to(i.x.dtype))
+
+
+def leaves_of(name: str, **stacks: Stack) -> dict[str, Tensor]:
+    parts = "" if "frozen" in name else "AB" if "lora" in name else "ABm"
+    return {f"{n}_{label}": getattr(p, n) for label, p in stacks.items() for n in parts}
+
+
+def layer_way(name: str, i: Case) -> Way:
+    i = i.fresh()
+    rows = i.x.detach()[i.order // i.ids.shape[1]].requires_grad_()
+    linear, dy = linear_of(name), torch.randn(len(rows), i.up.W.shape[1], device=rows.device).to(BF16)
+    return differentiated(lambda: linear(rows, i.up, i), {"x": rows, **leaves_of(name, up=i.up)}, dy)
+
+
+def mlp_way(name: str, i: Case) -> Way:
+    i = i.fresh()
+    leaves = {"x": i.x, "gates": i.gates, **leaves_of(name, up=i.up, down=i.down)}
+    dy, given = torch.randn(i.x.shape, device=i.x.device).to(BF16), name == "fdora"
+    layers, linear = (i.up.layer(given), i.down.layer(given)), linear_of(name)
+    if name.startswith("fdora"):
+        return differentiated(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
+    return differentiated(lambda: mlp(linear, i), leaves, dy)
+
+
+def layer_errors(way: Way, i: Case) -> dict[str, float]:
+    """Of y and of all gradients."""
+
+    def call(t: dict[str, Tensor]) -> Tensor:
+        return one_by_one(in_float64, t["x"], i.up._replace(**{n: t[f"{n}_up"] for n in "ABm"}), i)
+
+    return errors_of(way.both(), gradients(call, way.leaves, way.dy))
+
+
+def mlp_errors(way: Way, i: Case) -> dict[str, float]:
+    """Of y, and of the gradients of x and of the gates."""
+
+    def call(t: dict[str, Tensor]) -> Tensor:
+        return mlp(partial(one_by_one, in_float64), i._replace(**t))
+
+    return errors_of(way.both(), gradients(call, {n: way.leaves[n] for n in ("x", "gates")}, way.dy), ("y", "dx", "dgates"))
+
+
+def given_of(i: Case) -> list[Tensor]:
+    return [i.x, i.ids, i.gates, i.order, i.offsets, *i.up, *i.down]
+
 
 WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
 OURS = ("loop", "fdora", "fdora_inside")
@@ -51,24 +206,18 @@ TOLERANCE = 1e-2
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
-    kept = {}
-
-    def measured(name: str, way: Way) -> None:
-        way.both()
-        kept[name] = round(kept_bytes(way, given_of(case)) / 2**20, 3)
-        free(options.device)
-
-    ways, error, failed = checked(
+    found, error, failed, _, kept = checked(
         options.ways,
         lambda name: build(name, case),
-        lambda name, way: errors(way, case) if name in OURS else {},
+        lambda name, way: errors(way, case) if name in OURS else (way.both(), {})[1],
         TOLERANCE,
+        options.device,
         OURS,
-        measured,
+        given=given_of(case),
     )
     error = {name: each for name, each in error.items() if each}
     rows = []
-    for mode, fns in by_mode(ways):
+    for mode, fns in by_mode(found):
         times = timed(fns, failed, options)
         facts = {"kind": kind, "model": model, "T": T, "r": r, "adapter": options.adapter, "mode": mode}
         rows.append(row_of(facts, times) | {"error": error, "kept": kept, "failed": dict(failed)})

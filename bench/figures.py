@@ -1,10 +1,12 @@
-"""The figures of bench/RESULTS.md, from committed results. A figure has a panel per machine that measured it, or several."""
+"""The figures of bench/RESULTS.md, from committed results, and bars as SVG text. A figure has a panel per machine that measured
+it, or several."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -13,6 +15,44 @@ from bench import ways
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
 from bench.records import names, result
 from bench.ways import NAMES
+
+LABELS, WIDTH, ROW, MARGIN = 190, 215, 24, 60  # pixels: left column, longest bar, height of a row, right of the longest bar
+
+
+def bars(panels: Sequence[str], groups: dict[str, dict[str, Sequence[float]]]) -> str:
+    """Shares of LoRA's, ``groups[group][label]`` with one for each panel. A line marks 1; every panel has that scale."""
+    scale = WIDTH / max(value for group in groups.values() for values in group.values() for value in values)
+    parts, y = [], 4
+    for k, panel in enumerate(panels):
+        y += ROW
+        parts.append(text(10, y, f"{panel}, LoRA = 1, lower is better", 'font-weight="bold"'))
+        top = y + 10
+        for name, group in groups.items():
+            y += ROW
+            parts.append(text(10, y, name, 'fill="#666"'))
+            for label, values in group.items():
+                y += ROW
+                wide = scale * values[k]
+                parts.append(text(LABELS - 8, y, label, 'text-anchor="end"'))
+                parts.append(f'<rect x="{LABELS}" y="{y - 14}" width="{wide:.1f}" height="18" fill="{colour(label)}"/>')
+                parts.append(text(LABELS + max(wide, scale) + 6, y, f"{values[k]:.2f}"))
+        parts.append(f'<path d="M{LABELS + scale:.1f} {top}V{y + 8}" stroke="black"/>')
+        y += 12
+    width, height = LABELS + WIDTH + MARGIN, y + 4
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+    head += 'font-family="system-ui, sans-serif" font-size="15">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def colour(label: str) -> str:
+    """That of the way whose name a label begins with."""
+    ways = {"LoRA": "peft_lora", "PEFT's DoRA": "peft_dora", "fuse=False": "peft_fdora", "fdora": "peft_fdora_fused"}
+    return next(COLOURS[way] for start, way in ways.items() if label.startswith(start))
+
+
+def text(x: float, y: float, words: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y}" {more}>{escape(words)}</text>'.replace(" >", ">")
+
 
 COLOURS = ways.COLOURS | {"frozen": "0.7", "bare": "0.45", "float32": "0.8"}
 COLOURS |= {"fdora - peft": "black", "peft - float32": COLOURS["peft"], "fdora - float32": COLOURS["fdora"]}
@@ -53,6 +93,17 @@ def machine(name: str) -> str:
     return name.split("/")[0].upper()
 
 
+def finish(axes, x: str, y: str, x_log: float | None = None, y_log: bool = False, **legend: Any) -> None:
+    """Labels, a legend, and logarithmic axes, that of x to this base."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if x_log:
+        axes.set_xscale("log", base=x_log)
+    if y_log:
+        axes.set_yscale("log")
+    axes.legend(**{"fontsize": 7} | legend)
+
+
 def rank(axes, name: str) -> None:
     """4096 x 4096, 4096 tokens, forward and backward; one run."""
     rows = [x for x in result(name)["rows"] if (x["K"], x["N"], x["mode"]) == (4096, 4096, "fwd_bwd")]
@@ -61,11 +112,8 @@ def rank(axes, name: str) -> None:
         points = sorted((x["r"], x["ms"][key]) for x in rows if x["norm"] == norm)
         label = {"inside": "fdora, norm inside", "fdora": "fdora, norm given"}.get(way) or NAMES[way]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], label=label)
-    axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("r")
-    axes.set_ylabel(f"ms, 4096 tokens, 4096 x 4096, {machine(name)}")
-    axes.legend(fontsize=7)
+    finish(axes, "r", f"ms, 4096 tokens, 4096 x 4096, {machine(name)}", 2)
 
 
 def roofline(axes, name: str) -> None:
@@ -78,11 +126,7 @@ def roofline(axes, name: str) -> None:
         rows = [x for x in found["rows"] if x["form"] == form and x["dtype"] == "bfloat16"]
         speeds = [2e-9 * x["N"] * x["K"] * x["r"] / x["ms"] for x in rows]
         axes.scatter([x["r"] for x in rows], speeds, s=16, color=COLOURS[form], label=form)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("flops per byte of W (= r)")
-    axes.set_ylabel(f"TFLOP/s of the norm, bf16, {machine(name)}")
-    axes.legend(fontsize=7)
+    finish(axes, "flops per byte of W (= r)", f"TFLOP/s of the norm, bf16, {machine(name)}", 2, True)
 
 
 def measured(sweep: str | None) -> list[str]:
@@ -104,11 +148,9 @@ def sweep(axes, panel: tuple[str, str]) -> None:
         points = sorted((row["seq" if size == "S" else size], row[field]) for row in rows)
         style = {"linestyle": "--" if mode == "inference" else "-", "label": None if mode == "inference" else NAMES[way]}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel(f"{size}; {found['model']}, {found['rows'][0]['layers']} layers, {machine(name)}")
-    axes.set_ylabel({"ms": "ms", "peak_mb": "peak memory, MB"}[field])
-    axes.legend(fontsize=6, title="gradient; inference dashed", title_fontsize=6)
+    where = f"{size}; {found['model']}, {found['rows'][0]['layers']} layers, {machine(name)}"
+    said = {"title": "gradient; inference dashed", "title_fontsize": 6}
+    finish(axes, where, {"ms": "ms", "peak_mb": "peak memory, MB"}[field], 2, True, fontsize=6, **said)
 
 
 def loss_panels() -> list[tuple]:
@@ -139,9 +181,7 @@ def losses(axes, panel: tuple) -> None:
     if what == "difference":
         axes.axhline(TARGET, color="black", linewidth=0.8, linestyle=":", label=f"target of fdora - peft, {TARGET:.1e}")
         axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"step; {label}")
-    axes.set_ylabel(what)
-    axes.legend(fontsize=7)
+    finish(axes, f"step; {label}", what)
 
 
 def studied(study: str) -> list[str]:
@@ -156,11 +196,7 @@ def near(axes, panel: tuple[str, str]) -> None:
     for way in rows[0]["delta"]:
         mine = {"dora_delta": {"color": COLOURS["fdora"], "linewidth": 3}, "rounding": {"color": "black", "linestyle": ":"}}
         axes.plot([row["spread"] for row in rows], [row["delta"][way] for row in rows], label=way, **mine.get(way, {}))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel(f"spread of g about 1, {dtype}")
-    axes.set_ylabel("relative error of what is added to base")
-    axes.legend(fontsize=6)
+    finish(axes, f"spread of g about 1, {dtype}", "relative error of what is added to base", 10, True, fontsize=6)
 
 
 def spread(axes, panel: tuple[str, int]) -> None:
@@ -171,9 +207,7 @@ def spread(axes, panel: tuple[str, int]) -> None:
     axes.axhspan(-(2**-9), 2**-8, color="0.85", label="1 in bf16")
     axes.vlines(at, [row["q05"] for row in rows], [row["q95"] for row in rows], color=COLOURS["fdora"], label="5 % to 95 %")
     axes.plot(at, [row["q50"] for row in rows], ".", color="black", markersize=3, label="median")
-    axes.set_xlabel(f"linear layers, first to last; {steps} steps")
-    axes.set_ylabel("g - 1")
-    axes.legend(fontsize=7)
+    finish(axes, f"linear layers, first to last; {steps} steps", "g - 1")
 
 
 def timeline(axes, name: str) -> None:
@@ -184,9 +218,7 @@ def timeline(axes, name: str) -> None:
         axes.plot(parts, allocated, color=COLOURS[row["way"]], label=NAMES[row["way"]])
         axes.plot(parts, reserved, color=COLOURS[row["way"]], linestyle="--", linewidth=0.8)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"share of the operations of a step, {machine(name)}")
-    axes.set_ylabel("GiB allocated; reserved dashed")
-    axes.legend(fontsize=7)
+    finish(axes, f"share of the operations of a step, {machine(name)}", "GiB allocated; reserved dashed")
 
 
 def stages(axes, panel: tuple[str, int]) -> None:

@@ -4,7 +4,7 @@
     python -m bench.fp8 --device cuda --shapes 4096x4096 --M 16,4096 --json FILE
 
 bf16 x and adapters, the norm given; ``fwd`` is the forward without gradients, ``fwd_bwd`` also the backward to x, A, B and
-m. GPU time by CUDA graph (wall time on a CPU), ways in turns, medians. Errors are against float64 of some tokens and rows, with
+m. GPU time by CUDA graph (wall time on a CPU), ways in turns, medians. Errors are against float64 with
 the weight as it is decoded: of another rounding of x and dz they say what it costs. The ways:
 
     linear      x W^T of a dense bf16 W
@@ -19,22 +19,20 @@ the weight as it is decoded: of another rounding of x and dz they say what it co
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 
-from bench.attempt import Failures
 from bench.clock import medians_of
 from bench.fp8_error import SCALES
-from bench.layer import truths
 from bench.suite import Run, Some, Suite, shapes
-from bench.truth import Truth
-from bench.ways import BF16, Inputs, S, Way, differentiated, ratios
-from fdora.functional import dora_linear, dora_norm
+from bench.ways import BF16, Inputs, S, Way, against, by_mode, checked, differentiated, fdora, lora, ratios, truths
+from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, quantize, with_transpose
 
 BACKWARD = ("fp8_grad", "fp8_transposed")
@@ -53,18 +51,15 @@ def scaled_mm(x: torch.Tensor, W: QuantWeight) -> torch.Tensor:
 
 
 def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
-    dense, x, A, B, m = W.dequantize(BF16), i.x, i.A, i.B, i.m
-    c, leaves = dora_norm(W, A.detach(), B.detach(), s=S), {"x": x, "A": A, "B": B}
+    dense, x, A, B = W.dequantize(BF16), i.x, i.A, i.B
+    c = dora_norm(W, A.detach(), B.detach(), s=S)
 
     def dora(W, **how) -> Way:
-        return differentiated(lambda: dora_linear(x, W, A, B, m, s=S, norm=c, **how), leaves | {"m": m}, i.dy)
-
-    def lora() -> torch.Tensor:
-        return F.linear(x, dense) + F.linear(F.linear(x, A), B) * S
+        return fdora(replace(i, W=W), c, **how)
 
     return {
         "linear": differentiated(lambda: F.linear(x, dense), {"x": x}, i.dy, "frozen"),
-        "lora": differentiated(lora, leaves, i.dy, "lora"),
+        "lora": differentiated(lambda: lora(x, dense, A, B), {"x": x, "A": A, "B": B}, i.dy, "lora"),
         "dense": dora(dense),
         "decoded": dora(W),
         "fp8": dora(W, compute="fp8"),
@@ -73,24 +68,25 @@ def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
     }
 
 
-def errors(found: dict | torch.Tensor, exact: Truth) -> dict[str, float]:
-    """Nothing stays of the graph: a leaf's node would sit on this stream, which no capture may touch."""
-    return {key: float(f"{e:.2e}") for key, e in exact.errors(found if isinstance(found, dict) else {"y": found}).items()}
-
-
-def rows_of(M: int, K: int, N: int, r: int, scale: str, options: argparse.Namespace) -> Iterator[dict]:
+def rows_of(M: int, K: int, N: int, r: int, scale: str, options) -> Iterator[dict]:
     """Forward, and forward with backward."""
     i = Inputs.random(M, K, N, r, BF16, options.device)
     W = quantize(i.W, "fp8", block=SCALES[scale], dtype=BF16)
-    ways, exact = ways_of(i, W), truths(i, W.dequantize(torch.float64))
-    for mode in options.modes:
-        failed = Failures()
-        some = {name: way for name, way in ways.items() if mode == "fwd_bwd" or name not in BACKWARD}
-        fns = {name: way.forward if mode == "fwd" else way.both for name, way in some.items()}
-        error = failed.attempt(fns, lambda name, fns=fns: errors(fns[name](), exact[ways[name].truth]))
-        fns = {name: fns[name] for name in error}
-        if mode == "fwd" and scale == "row" and options.device != "cpu":
-            fns |= failed.attempt(["scaled_mm"], lambda _: scaled_mm(i.x.detach(), W))
+    each = ways_of(i, W)
+    ways, error, failed, *_ = checked(
+        each,
+        each.__getitem__,
+        against(truths(i, W.dequantize(torch.float64))),
+        math.inf,
+        options.device,
+    )
+    for mode, fns in by_mode(ways):
+        if mode not in options.modes:
+            continue
+        if mode == "fwd":
+            fns = {name: fn for name, fn in fns.items() if name not in BACKWARD}
+            if scale == "row" and options.device != "cpu":
+                fns |= failed.attempt(["scaled_mm"], lambda _: scaled_mm(i.x.detach(), W))
         ms = medians_of(fns, options.device, options.runs, failed)
         row = {"M": M, "K": K, "N": N, "r": r, "scales": scale, "mode": mode, "ms": ms}
         yield row | {"ratio": ratios(ms, [(name, "lora") for name in ms]), "error": error, "failed": dict(failed)}

@@ -15,36 +15,25 @@ from torch import Tensor
 from bench.clock import medians_of
 from bench.kernels import by_name, profiled, shares
 from bench.suite import Suite
-from bench.truth import gradients, rel_l2
-from bench.ways import Inputs, S
-from fdora.functional import dora_linear
+from bench.truth import errors, exact, gradients
+from bench.ways import Inputs, S, fdora
 
 GOAL = 1.10
 SHAPES = ((4096, 4096, 4096, 16), (4096, 4096, 4096, 384), (4096, 4096, 14336, 64))  # M, K, N, r
 SHAPES += ((512, 4096, 4096, 16), (512, 4096, 4096, 64), (512, 4096, 4096, 384), (512, 14336, 4096, 16))
 MOST_APART = 0.02  # relative L2, bf16
-LEAVES = ("x", "A", "B", "m")
-
-
-def step(i: Inputs, detach: bool, given: bool) -> tuple[Tensor, ...]:
-    y = dora_linear(i.x, i.W, i.A, i.B, i.m, s=S, norm=i.norm if given else None, detach=detach)
-    return y.detach(), *torch.autograd.grad(y, [getattr(i, name) for name in LEAVES], i.dy)
 
 
 def truth(i: Inputs, detach: bool) -> dict[str, Tensor]:
-    def call(t: dict[str, Tensor]) -> list[Tensor]:
-        whole = i.W.double() + S * t["B"] @ t["A"]
-        c = torch.linalg.vector_norm(whole, dim=1)
-        return [t["x"] @ (whole * (t["m"] / (c.detach() if detach else c))[:, None]).T]
-
-    return gradients(call, {name: getattr(i, name) for name in LEAVES}, [i.dy])
+    leaves = {name: getattr(i, name) for name in ("x", "A", "B", "m")}
+    return gradients(lambda t: exact(W=i.W, s=S, detach=detach, **t), leaves, i.dy)
 
 
 def kernels_of(i: Inputs) -> None:
     """What a step runs with the norm given, the longest first: those that full DoRA adds have other names or more time."""
     for detach in (True, False):
         for _ in range(2):
-            kernels = by_name(profiled(lambda d=detach: step(i, d, True)), 1)
+            kernels = by_name(profiled(fdora(i, i.norm, detach=detach).both), 1)
         print(f"detach={detach}\n{shares(kernels)}\n", flush=True)
 
 
@@ -53,11 +42,12 @@ def rows_of(shape: tuple[int, int, int, int], device: str, runs: int, kernels: b
     i = Inputs.random(M, K, N, r, torch.bfloat16, device)
     apart = {}
     for detach in (True, False):
-        apart[detach] = max(map(rel_l2, step(i, detach, False), truth(i, detach).values()))
+        apart[detach] = max(errors(fdora(i, detach=detach).both(), truth(i, detach)).values())
         assert apart[detach] <= MOST_APART, f"{shape}, detach={detach}: {apart[detach]:.1e} from float64"
     rows = []
     for given in (False, True):
-        ms = medians_of({str(detach): lambda d=detach: step(i, d, given) for detach in (True, False)}, device, runs)
+        norm = i.norm if given else None
+        ms = medians_of({str(detach): fdora(i, norm, detach=detach).both for detach in (True, False)}, device, runs)
         row = {"M": M, "K": K, "N": N, "r": r, "norm": "given" if given else "inside", "detached_ms": round(ms["True"], 4)}
         row |= {"full_ms": round(ms["False"], 4), "ratio": round(ms["False"] / ms["True"], 3), "goal": GOAL}
         rows.append(row | {"error": float(f"{apart[False]:.1e}")})

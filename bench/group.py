@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -30,13 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.checkouts import RIVAL_PATH, axolotl_group, unsloth_group
-from bench.clock import Timer, anchor_graph, free, launches_of, medians, quick_timer, wall_timer
+from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
 from bench.suite import Some, Suite
-from bench.truth import gradients, rel_l2
-from bench.ways import ADAPTERS, Inputs, S, Way, by_mode, checked, differentiated, kept_bytes, ratios, warm
+from bench.truth import exact, gradients
+from bench.ways import ADAPTERS, Inputs, S, Truths, Way, against, bare, by_mode, checked, differentiated, ratios, warm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
-from tests.memory import peak_bytes
 
 MODELS = {  # hidden size, N of q, k and v, width of the MLP
     "llama8b": (4096, (4096, 1024, 1024), 14336),
@@ -80,10 +80,6 @@ class Case(NamedTuple):
         return {"x": self.x, **named}
 
 
-def trained(case: Case, call: Callable[[], list[Tensor]], leaves: dict[str, Tensor], truth: str) -> Way:
-    return differentiated(call, leaves, case.dys, truth)
-
-
 def by_layers(case: Case, layers: list[Callable[[Tensor], Tensor]]) -> list[Tensor]:
     if case.part != "mlp":
         return [layer(case.x) for layer in layers]
@@ -91,74 +87,45 @@ def by_layers(case: Case, layers: list[Callable[[Tensor], Tensor]]) -> list[Tens
     return [down(F.silu(gate(case.x)) * up(case.x))]
 
 
-def bare(case: Case) -> Way:
-    inputs = [layer.x.detach() if layer.x.shape[1] != case.x.shape[1] else case.x.detach() for layer in case.layers]
-    pairs = [(i, x, i.A.detach().to(x.dtype), i.B.detach().to(x.dtype)) for i, x in zip(case.layers, inputs, strict=True)]
-
-    def forward():
-        return [(x @ i.W.mT, h := x @ A.mT, h @ B.mT) for i, x, A, B in pairs]
-
-    def both():
-        kept = forward()
-        out = []
-        for (_, h, _), (i, x, A, B) in zip(kept, pairs, strict=True):
-            dh = i.dy @ B
-            out += [i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h]
-        return dict(enumerate(out))
-
-    return Way(forward, both)
-
-
 def build(name: str, case: Case, rival_path: Sequence[Path] = ()) -> Way:
     case = case.fresh()
     if name == "bare":
-        return bare(case)
+        return bare(*(replace(i, x=case.x if i.x.shape == case.x.shape else i.x) for i in case.layers))
     if name in ("unsloth_lora", "axolotl_lora", "axolotl_dora"):
         of, truth = name.split("_")
         own = {f"m{k}": i.m.detach().clone().requires_grad_() for k, i in enumerate(case.layers)}  # norms are kept on them
         leaves = {n: own.get(n, t) for n, t in case.leaves().items() if truth == "dora" or n[0] != "m"}
         layers = [(i.W, i.A, i.B, leaves.get(f"m{k}")) for k, i in enumerate(case.layers)]
         call = {"unsloth": unsloth_group, "axolotl": axolotl_group}[of](rival_path, case.part, layers, S)
-        return trained(case, lambda: call(case.x), leaves, truth)
+        return differentiated(lambda: call(case.x), leaves, case.dys, truth)
     if name == "peft_lora":
         built = [peft_layer(i.W, i.A, i.B, None, S) for i in case.layers]
         leaves = {f"{n}{i}": t for i, (_, own) in enumerate(built) for n, t in own.items()}
-        return trained(case, lambda: by_layers(case, [layer for layer, _ in built]), {"x": case.x, **leaves}, "lora")
+        return differentiated(lambda: by_layers(case, [layer for layer, _ in built]), {"x": case.x, **leaves}, case.dys, "lora")
     if name == "separate":
 
         def one(i: Inputs) -> Callable[[Tensor], Tensor]:
             return lambda x: dora_linear(x, i.W, i.A, i.B, i.m, s=S, norm=i.norm)
 
-        return trained(case, lambda: by_layers(case, [one(i) for i in case.layers]), case.leaves(), "dora")
+        return differentiated(lambda: by_layers(case, [one(i) for i in case.layers]), case.leaves(), case.dys)
     members = [DoraLayer(i.W, i.A, i.B, i.m, S, norm=i.norm) for i in case.layers]
     if case.part == "mlp":
-        return trained(case, lambda: [dora_mlp(case.x, *members)], case.leaves(), "dora")
-    return trained(case, lambda: list(dora_linear_group(case.x, members)), case.leaves(), "dora")
+        return differentiated(lambda: [dora_mlp(case.x, *members)], case.leaves(), case.dys)
+    return differentiated(lambda: list(dora_linear_group(case.x, members)), case.leaves(), case.dys)
 
 
-def truth(case: Case, kind: str) -> dict[str, Tensor]:
-    """Outputs and gradients in float64 by autograd, from the formula with the dense B A."""
+def truths(case: Case) -> Truths:
+    """Outputs and gradients of a formula, dora or lora."""
 
-    def call(leaves: dict[str, Tensor]) -> list[Tensor]:
-        def one(k: int) -> Callable[[Tensor], Tensor]:
-            whole = case.layers[k].W.double() + S * leaves[f"B{k}"] @ leaves[f"A{k}"]
-            g = leaves[f"m{k}"] / whole.detach().norm(dim=1) if kind == "dora" else 1
-            return lambda x: g * (x @ whole.mT)
+    @cache
+    def of(kind: str) -> dict[str, Tensor]:
+        def call(t: dict[str, Tensor]) -> list[Tensor]:
+            own = [{"W": i.W, "A": t[f"A{k}"], "B": t[f"B{k}"], "m": t.get(f"m{k}")} for k, i in enumerate(case.layers)]
+            return by_layers(case._replace(x=t["x"]), [partial(exact, s=S, **each) for each in own])
 
-        return by_layers(case._replace(x=leaves["x"]), [one(k) for k in range(len(case.layers))])
+        return gradients(call, {n: t for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}, case.dys)
 
-    return gradients(call, {n: t for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}, case.dys)
-
-
-def errors(way: Way, truths: dict[str, dict[str, Tensor]]) -> dict[str, float]:
-    """Relative L2 of every output and gradient."""
-    results, forward = way.both(), way.forward()
-    if way.truth is None:
-        return {}
-    want = truths[way.truth]
-    assert set(want) == set(results)
-    found = {n: rel_l2(t.detach(), want[n]) for n, t in results.items()}
-    return found | {f"y{i}_no_grad": rel_l2(y, want[f"y{i}"]) for i, y in enumerate(forward)}
+    return of
 
 
 def compile_case(name: str, rival_path: Sequence[Path], *shape) -> None:
@@ -177,23 +144,15 @@ def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where:
     """Two rows: forward, and both directions."""
     device = options.device
     case = Case.random(model, part, M, r, adapter, device)
-    truths = {kind: truth(case, kind) for kind in ("dora", "lora")}
-    free(device)
-    frozen, peak, kept = [t for i in case.layers for t in (i.W, i.norm)], {}, {}
-
-    def measured(name: str, way: Way) -> None:
-        peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
-        if way.call is not None:
-            kept[name] = round(kept_bytes(way, frozen) / 2**20, 2)
-        free(device)
-
-    ways, error, failed = checked(
+    ways, error, failed, peak, kept = checked(
         options.ways,
         lambda name: build(name, case, options.rival_path),
-        lambda name, way: errors(way, truths),
+        against(truths(case)),
         TOLERANCE[part],
+        device,
         ("separate", "fdora"),
-        measured,
+        options.ways,
+        [t for i in case.layers for t in (i.W, i.norm)],
     )
     rows = []
     for mode, fns in by_mode(ways):

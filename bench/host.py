@@ -14,8 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.attempt import Failures
-from bench.clock import medians, wall_timer
+from bench.clock import Failures, medians, wall_timer
 from bench.suite import One, Some, Suite
 from bench.ways import ADAPTERS, Inputs, build, by_mode
 from bench.ways import WAYS as EVERY

@@ -31,8 +31,8 @@ from numpy import interp
 
 from bench import jobs, records, schedule
 from bench.decoder import SIZES
+from bench.jobs import bubbles
 from bench.jobs_model import PADDED, lengths_of, plan_of
-from bench.jobs_pipeline import bubbles
 from bench.quant_model import MODELS
 from bench.suite import Run, Suite
 from bench.table import pivot, side_by_side

@@ -37,49 +37,12 @@ def kernels_of(events: Iterable[Any], device: str) -> list[Kernel]:
     return [Kernel(e.name, e.time_range.elapsed_us()) for e in sorted(on_gpu, key=lambda e: e.time_range.start)]
 
 
-def middle_block(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
-    """Of a forward: those of one block from the middle, where what is there repeats; else the mean over all, by name."""
-    period, start = len(kernels) // layers, len(kernels) // 2
-    names = [kernel.name for kernel in kernels]
-    for size in range(period, max(period // 2, period - 5), -1):  # what runs before and after the blocks is counted in
-        if start >= size and names[start - size : start] == names[start : start + size]:
-            return list(kernels[start : start + size])
-    return by_name(kernels, layers)
-
-
 def by_name(kernels: Sequence[Kernel], layers: float) -> list[Kernel]:
     """The time that one layer spends in the kernels of each name, the longest first."""
     total = {}
     for kernel in kernels:
         total[kernel.name] = total.get(kernel.name, 0.0) + kernel.us / layers
     return [Kernel(*each) for each in sorted(total.items(), key=lambda each: -each[1])]
-
-
-def kind(name: str) -> str:
-    """By what libraries call their kernels; the first that fits."""
-    low = name.lower()
-    for word, found in (
-        ("flash", "attention"),
-        ("fmha", "attention"),
-        ("attention", "attention"),
-        ("sdpa", "attention"),
-        ("triton_", "fused"),
-        ("gemm", "product"),
-        ("nvjet", "product"),
-        ("cutlass", "product"),
-        ("xmma", "product"),
-        ("_kernel_", "fdora"),
-        ("layer_norm", "norm"),
-        ("layernorm", "norm"),
-        ("elementwise", "elementwise"),
-        ("memcpy", "copy"),
-        ("memset", "copy"),
-        ("copy", "copy"),
-        ("cat", "copy"),
-    ):
-        if word in low:
-            return found
-    return "fdora" if low.endswith("_kernel") else "other"
 
 
 def short(name: str) -> str:
@@ -93,5 +56,4 @@ def short(name: str) -> str:
 
 def shares(kernels: Sequence[Kernel]) -> str:
     total = sum(kernel.us for kernel in kernels)
-    rows = [[kind(k.name), short(k.name), f"{k.us:.1f}", f"{100 * k.us / total:.1f} %"] for k in kernels]
-    return table(["", "kernel", "us", "share"], [*rows, ["", f"{len(kernels)} kernels", f"{total:.1f}", ""]])
+    return table(["kernel", "us", "share"], [[short(k.name), f"{k.us:.1f}", f"{100 * k.us / total:.1f} %"] for k in kernels])

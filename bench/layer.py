@@ -3,10 +3,10 @@
     python -m bench.layer --device cuda --quick --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
 
-bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians; ``--wall`` adds wall time per call
-with the host in it. ``fwd`` runs under no_grad, ``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with
-float64 samples before it is timed; one that cannot run is listed with its reason, a wrong rival with its error, and a wrong
-fdora fails the command at its end. The JSON is rewritten after every case.
+bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under no_grad,
+``fwd_bwd`` takes gradients of x and the adapters. Every way is compared with float64 before it is timed; one that cannot run
+is listed with its reason, a wrong rival with its error, and a wrong fdora fails the command at its end. The JSON is rewritten
+after every case.
 
 Which row a way stands in: what has no norm, or computes it in every call and knows no other way, in the rows of both norms.
 ``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
@@ -26,14 +26,25 @@ from itertools import product
 from statistics import geometric_mean
 
 import torch
-from torch import Tensor
 
 from bench.checkouts import RIVAL_PATH
-from bench.clock import free, medians, medians_of, wall_timer
+from bench.clock import free, medians_of
 from bench.suite import Some, Suite
-from bench.truth import Truth
-from bench.ways import ADAPTERS, DORA, KEEP_NORM, LORA, RIVALS, WAYS, Inputs, S, Way, build, by_mode, checked, opponent, ratios
-from tests.memory import peak_bytes
+from bench.ways import (
+    ADAPTERS,
+    DORA,
+    KEEP_NORM,
+    LORA,
+    WAYS,
+    Inputs,
+    against,
+    build,
+    by_mode,
+    checked,
+    opponent,
+    ratios,
+    truths,
+)
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
     "llama8b": ("4096x4096", "4096x1024", "4096x14336", "14336x4096"),
@@ -50,56 +61,27 @@ TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most thr
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
-def truths(i: Inputs, W: Tensor) -> dict[str, Truth]:
-    """For each formula; of a quantised layer W is what its codes say."""
-    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-    kinds = {"dora": (m, S), "lora": (None, S), "frozen": (None, 0.0)}
-    return {kind: Truth(x, W, A, B, magnitude, s, i.dy) for kind, (magnitude, s) in kinds.items()}
-
-
-def errors(way: Way, truth: dict[str, Truth]) -> dict[str, float]:
-    """Relative L2 of the output, with and without a graph, and of each gradient."""
-    results, forward = way.both() if way.both else {}, way.forward()
-    if way.truth is None:
-        return {}
-    found = truth[way.truth].errors(results)
-    found["y_no_grad"] = truth[way.truth].errors({"y": forward})["y"]
-    return found
-
-
 def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
-    truth = truths(i, i.W)
-    peak = {}
-
-    def measured(name: str, way: Way) -> None:
-        if way.both:
-            peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
-
-    ways, error, failed = checked(
+    ways, error, failed, peak, _ = checked(
         options.ways,
         lambda name: build(name, i, options.rival_path, options.peft_autocast),
-        lambda name, way: errors(way, truth),
+        against(truths(i, i.W)),
         TOLERANCE,
-        after=measured,
+        device,
+        peaks=options.ways,
     )
     rows = []
     free(device)
     for direction, fns in by_mode(ways):
         ms = medians_of(fns, device, options.runs, failed)
-        wall = {}
-        if options.wall:
-            timers = failed.attempt(ms, lambda name, fns=fns: wall_timer(fns[name], device))
-            wall = medians(timers, min(options.runs, 5))
         for norm in ("given", "inside"):
             row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
             row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
             row |= {"ratio": ratios(row["ms"], pairs()), "failed": select(failed, norm)}
-            if wall:
-                row["wall_ms"] = select(wall, norm)
             rows.append(row)
     return rows
 
@@ -131,15 +113,8 @@ def summarize(rows: list[dict]) -> dict:
                 for pair, ratio in row["ratio"].items():
                     values.setdefault(pair, []).append(ratio)
         means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
-    where = ("M", "K", "N", "r", "adapter", "mode", "norm")
-    lost = [
-        {key: row[key] for key in where} | {"rival": rival, "rival/fdora": round(row["ms"][rival] / row["ms"][mine], 3)}
-        for row in rows
-        for rival in RIVALS
-        if rival in row["ms"] and (mine := opponent(rival)) in row["ms"] and row["ms"][rival] <= row["ms"][mine]
-    ]
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    summary = {"geometric_means": means, "not_beaten": lost, "failed": failed, "wrong": wrong(rows)}
+    summary = {"geometric_means": means, "failed": failed, "wrong": wrong(rows)}
     return summary | {"cases": len(rows) // len(MODES)}
 
 
@@ -164,23 +139,16 @@ def cases(options) -> list[tuple]:
     return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter]
 
 
-LEFT_OUT = tuple(f"-{name}" for name in WAYS)
 OPTIONS = {
     "--shapes": (["llama8b"], f"of {', '.join(MODELS)}, all, or KxN"),
     "--M": [4096],
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
-    "--ways": (Some((*WAYS, *LEFT_OUT), WAYS), "comma separated; -NAME leaves one out"),
+    "--ways": Some(WAYS),
     **RIVAL_PATH,
     "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
-    "--wall": False,
 }
-
-
-def check(parser, options):
-    dropped = {name[1:] for name in options.ways if name.startswith("-")}
-    options.ways = [w for w in (WAYS if dropped else options.ways) if w not in dropped]
 
 
 def measure(run):
@@ -196,4 +164,4 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, check=check)
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf)

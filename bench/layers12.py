@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from bench import steps
 from bench.clock import medians, wall_timer
-from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, agreement, judge, left, timed_as, wall_and_peak
+from bench.decoder import MOST_APART, agreement, judge, left
 from bench.rivals import paths
-from bench.steps import SIZES, Cell, Stack, Way
-from bench.suite import COMPILED, Run, Some, Suite, compilations, stack
+from bench.steps import SIZES, Cell, Stack
+from bench.suite import COMPILED, Run, Some, Suite, stack
 from bench.ways import S
 from fdora.functional import dora_linear, dora_norm
 
@@ -64,22 +64,6 @@ def adapted(way: str, base: Stack, values: dict, dropout: float) -> tuple[Stack,
     return model, leaves
 
 
-def rows_of(ways: dict[str, Way], compiled: bool, run: Run) -> list[dict]:
-    if compiled:
-        for way in ways.values():
-            way.compile("default")
-    rows = {name: {"way": name, "compiled": compiled, "r": run.options.r, "dropout": run.options.dropout} for name in ways}
-    for mode in run.options.modes:
-        if run.late(f"{mode}, {'compiled' if compiled else 'eager'}"):
-            continue
-        fns = {name: getattr(way, mode) for name, way in ways.items()}
-        with timed_as(mode, run.options.dropout, [way.model for way in ways.values()]):
-            measured = wall_and_peak(fns, run.options, run.failed, f"{{}}, {'compiled ' if compiled else ''}{mode}")
-        for name, found in measured.items():
-            rows[name] |= {f"{mode}_{unit}": value for unit, value in found.items()}
-    return list(rows.values())
-
-
 OPTIONS = {
     **stack(12, WAYS, r=384),
     "--modes": Some(MODES),
@@ -88,30 +72,33 @@ OPTIONS = {
 }
 
 
+def check(parser, options) -> None:
+    options.compiled, options.cell_seconds, options.peaks = [] if options.no_compile else ["default"], 1e6, True
+
+
 def measure(run: Run) -> None:
-    options, device = run.options, run.options.device
+    options = run.options
     cell = Cell("tiny" if options.tiny else "8b", options.seq, options.r)
     torch._dynamo.config.recompile_limit = 64
-    torch.manual_seed(0)
-    base = Stack(cell.model, options.layers, DTYPES[options.dtype], device)
-    values = adapters(base, options.r, DTYPES[options.adapter])
-    how = adapted_as(options)
-    ways = run.failed.attempt(options.ways, lambda way: Way(way, base, values, adapted, **how))
+    ways = steps.build(cell, options, run.failed, adapted)
     steps.inputs(cell, ways, options)
     facts = {name: getattr(options, name) for name in ("layers", "seq", "dtype", "adapter", "r")}
     run.set(**facts, sizes=SIZES[cell.model], failed=run.failed)
-    for way in ("fdora", "peft_fdora") if "peft_dora" in ways else ():
-        if way in ways:
-            run.set(**{f"{way}_against_peft_dora": agreement(ways[way], ways["peft_dora"])})
+    for way in [way for way in ("fdora", "peft_fdora") if {way, "peft_dora"} <= ways.keys()]:
+        run.set(**{f"{way}_against_peft_dora": agreement(ways[way], ways["peft_dora"])})
     if "peft_fdora" in ways:
         run.set(peft_fdora_ran=paths(ways["peft_fdora"].model))
     if "fdora" in ways:
         layers = [layer for layer in ways["fdora"].model.modules() if isinstance(layer, Adapted)]
-        ms = medians({"norms": wall_timer(lambda: [layer.refresh() for layer in layers], device, 0)}, options.runs)["norms"]
-        run.set(norms_ms=round(ms, 3))
+        timer = wall_timer(lambda: [layer.refresh() for layer in layers], options.device, 0)
+        run.set(norms_ms=round(medians({"": timer}, options.runs)[""], 3))
     print({key: value for key, value in run.result.items() if "peft" in key or "norms" in key}, "\n", flush=True)
-    for compiled in compilations(options):
-        run.add(*rows_of(ways, compiled, run))
+    rows = {}
+    for found in steps.measured(run, cell, ways, None):
+        facts = {"way": found["way"], "compiled": bool(found["compiled"]), "r": options.r, "dropout": options.dropout}
+        row = rows.setdefault((found["way"], found["compiled"]), facts)
+        row |= {f"{found['mode']}_{unit}": found[unit] for unit in ("ms", "peak_mb")}
+        run.set(rows=list(rows.values()))
 
 
 def judged(run: Run) -> None:
@@ -121,4 +108,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, quick={"layers": 4, "runs": 3}, judge=judged)
+main = Suite(measure, OPTIONS, runs=7, seconds=math.inf, check=check, quick={"layers": 4, "runs": 3}, judge=judged)

@@ -11,8 +11,8 @@ also with gradient checkpointing. Eager, then torch.compile per decoder layer (a
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
 median of turns; peak memory above weights, adapters and optimizer. Before it is timed, fdora's logits and gradients are
 compared with those of PEFT's DoRA and of its own eager way, for one layer all with a float32 run, and compiled with eager (with
-``--dropout`` while nothing is dropped: every way draws masks of its own); the norms that the 8 micro-batches of one step
-compute are counted. ``--sweep`` varies one size, eager, and fits the exponent of its growth. There the vocabulary is small: the
+``--dropout`` while nothing is dropped: every way draws masks of its own). ``--sweep``
+varies one size, eager, and fits the exponent of its growth. There the vocabulary is small: the
 head, which has no adapter, would be most of a narrow or a short model.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from statistics import linear_regression
 
 import torch
@@ -180,45 +180,9 @@ def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float
     return {name: apart(t, truth[name]) for name, t in results(run).items()}
 
 
-@contextmanager
-def norms_counted():
-    """How often eager layers ask for their norm inside, and compute it: no fingerprint is kept, or another."""
-    from fdora._norm_cache import NormCache
-    from fdora.integrations._norm import KeptNorm
-
-    counts, given, current = {"asked": 0, "computed": 0}, KeptNorm.given, NormCache.current
-
-    def asking(self, *args):
-        counts["asked"] += 1
-        return given(self, *args)
-
-    def counting(self, W, made_from, update, *how):
-        def counted(old, new):
-            before = old[1].clone()
-            made = update(old, new)
-            counts["computed"] += int(((made or new)[1] != before).view(len(W), -1).any(1).sum())
-            return made
-
-        return current(self, W, made_from, counted, *how)
-
-    KeptNorm.given, NormCache.current = asking, counting
-    try:
-        yield counts
-    finally:
-        KeptNorm.given, NormCache.current = given, current
-
-
 def eagerly(run: Trained) -> dict[str, Tensor]:
     with fdora.backend("eager"):
         return results(run)
-
-
-def norms_of_a_step(run: Trained) -> dict[str, int]:
-    """Of 8 micro-batches, after a step that changed every adapter."""
-    run.of("step")()
-    with norms_counted() as counts:
-        run.of("step_8")()
-    return {"layers": len(run.leaves) // 3} | counts
 
 
 def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
@@ -244,7 +208,7 @@ class Bench:
         self.run, self.options = run, run.options
         options = run.options
         facts = {name: getattr(options, name) for name in ("model", "tiny", "dtype", "loss_tokens")}
-        run.set(**facts, agreement={}, norms={}, paths={}, failed=run.failed)
+        run.set(**facts, agreement={}, paths={}, failed=run.failed)
 
     def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
@@ -276,8 +240,8 @@ class Bench:
             for own in self.run.failed.attempt([OWN], lambda _: eagerly(first), at({"adapter": adapter})).values():
                 found[OWN] = compare(first, own)
             found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
-            counts = norms_of_a_step(first)  # steps as they will be timed: the paths of their calls are counted, too
-            made = {"agreement": found, "paths": paths(first.model), "norms": counts}
+            first.of("step_8")()  # as it will be timed: the paths of its calls are counted, too
+            made = {"agreement": found, "paths": paths(first.model)}
             for part, each in made.items():
                 self.run.result[part][adapter] = each
             print(json.dumps(made), flush=True)

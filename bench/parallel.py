@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from bench.clock import medians
 from bench.decoder import DTYPES, MOST_APART
 from bench.processes import timed
 from bench.suite import One, Run, Suite
-from bench.ways import S, away
+from bench.ways import Inputs, S, lora
 from fdora.functional import dora_linear, dora_norm_tree
 
 # hidden and intermediate size of the models, and what k and v have
@@ -37,6 +36,9 @@ WIDTHS = {"llama-3.1-8b": (4096, 14336, 1024), "qwen2.5-32b": (5120, 27648, 1024
 CUTS = {"rows": dict(x=Replicate(), W=Shard(0), A=Replicate(), B=Shard(0), m=Shard(0), norm=Shard(0))}
 CUTS["columns"] = dict(x=Shard(-1), W=Shard(1), A=Shard(1), B=Replicate(), m=Replicate(), norm=Replicate())
 TRAINED = ("x", "A", "B", "m")
+# Plain parts of y and of the gradients of x, A, B and m
+RESULTS = {"rows": (Shard(1), Replicate(), Partial(), Shard(0), Shard(0))}
+RESULTS["columns"] = (Replicate(), Shard(1), Shard(1), Partial(), Partial())
 
 
 class Whole(torch.autograd.Function):
@@ -69,20 +71,16 @@ class Shared(torch.autograd.Function):
         return dx
 
 
-def made(N: int, K: int, M: int, r: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """The same on every rank."""
-    draw = torch.Generator(device).manual_seed(0)
-    x, W = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for shape in ((M, K), (N, K)))
-    A, B, m, norm = away(W.mul_(K**-0.5), r, dtype, draw)
-    return {"x": x, "W": W, "A": A, "B": B, "m": m, "norm": norm}
+def made(N: int, K: int, M: int, r: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What a layer takes, and dy; the same on every rank."""
+    i = Inputs.random(M, K, N, r, dtype, device)
+    each = {name: getattr(i, name).detach().to(dtype) for name in ("x", "W", "A", "B", "m", "dy")}
+    dy = each.pop("dy")
+    return each | {"norm": i.norm}, dy
 
 
 def laid(t: dict[str, torch.Tensor], cut: str, mesh: Any) -> dict[str, DTensor]:
     return {name: distribute_tensor(v, mesh, [CUTS[cut][name]]) for name, v in t.items()}
-
-
-def lora(x, W, A, B, m, norm):
-    return F.linear(x, W) + S * F.linear(F.linear(x, A), B)
 
 
 def fdora(x, W, A, B, m, norm):
@@ -138,26 +136,11 @@ def errors(cut: str, t: dict[str, torch.Tensor], dy: torch.Tensor, mesh: Any) ->
     for way, (fn, given) in ways(cut, t, mesh).items():
         if way == "lora":
             continue
-        got = run(fn, given, mine, True)
-        worst = 0.0
-        for name, have, want in zip(("y", *TRAINED), got, truth, strict=True):
-            have = have.full_tensor() if isinstance(have, DTensor) else gathered(have, want, cut, name)
-            worst = max(worst, ((have - want).float().norm() / want.float().norm()).item())
-        found[way] = worst
+        got = zip(run(fn, given, mine, True), RESULTS[cut], strict=True)
+        whole = [part if isinstance(part, DTensor) else DTensor.from_local(part, mesh, [place]) for part, place in got]
+        pairs = zip((part.full_tensor() for part in whole), truth, strict=True)
+        found[way] = max(((have - want).float().norm() / want.float().norm()).item() for have, want in pairs)
     return found
-
-
-def gathered(part: torch.Tensor, want: torch.Tensor, cut: str, name: str) -> torch.Tensor:
-    """Of plain parts: rows or columns behind each other, or the sum of what is pending."""
-    axis = next((i for i, n in enumerate(want.shape) if part.shape[i] != n), None)
-    if axis is not None:
-        parts = [torch.empty_like(part.contiguous()) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts, axis)
-    if (cut, name) in (("rows", "A"), ("columns", "B"), ("columns", "m")):
-        part = part.clone()
-        dist.all_reduce(part)
-    return part
 
 
 def times(steps: dict[str, Callable], run: Run, device: str) -> dict[str, float]:
@@ -169,9 +152,7 @@ def layers(bench: Run, mesh: Any, device: str) -> None:
     options = bench.options
     for (model, (hidden, inner, _)), r, cut in product(options.widths.items(), options.r, CUTS):
         N, K = (inner, hidden) if cut == "rows" else (hidden, inner)
-        t = made(N, K, options.M, r, DTYPES[options.dtype], device)
-        draw = torch.Generator(device).manual_seed(1)
-        dy = torch.randn(options.M, N, generator=draw, device=device, dtype=t["W"].dtype)
+        t, dy = made(N, K, options.M, r, DTYPES[options.dtype], device)
         row = {"model": model, "cut": cut, "N": N, "K": K, "r": r, "errors": errors(cut, t, dy, mesh)}
         mine = dy.chunk(options.world, 1)[bench.rank].contiguous() if cut == "rows" else dy
         each = ways(cut, t, mesh)
@@ -184,7 +165,7 @@ def norms(bench: Run, mesh: Any, device: str) -> None:
     options = bench.options
     for (model, (hidden, inner, kv)), r in product(options.widths.items(), options.r):
         shapes = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(inner, hidden)] * 2 + [(hidden, inner)]
-        tensors = [made(N, K, 1, r, DTYPES[options.dtype], device) for N, K in shapes * options.layers]
+        tensors = [made(N, K, 1, r, DTYPES[options.dtype], device)[0] for N, K in shapes * options.layers]
         whole = [[t[name] for t in tensors] for name in "WAB"]
         cut = [[distribute_tensor(t, mesh, [Shard(0)]) for t in each] for each in whole]
         steps = {

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.attempt import Failures
-from bench.clock import free, once
+from bench.clock import Failures, free, once
 from bench.decoder import DTYPES, adapters, context
 from bench.model import ARCHITECTURES, Trained, network
 from bench.suite import Run, Some, Suite

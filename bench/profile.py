@@ -27,7 +27,7 @@ from torch import nn
 from bench import ways
 from bench.kernels import kernels_of, short
 from bench.suite import One, Run, Suite
-from bench.table import table
+from bench.table import columns
 
 
 class Step(NamedTuple):
@@ -159,19 +159,21 @@ def grouped(kernels: Sequence[Ran], rates: dict[str, float]) -> list[dict[str, A
     return sorted(found, key=lambda row: -row["us"])
 
 
+COLUMNS = {"plan": "{plan}", "kernel": "{short}", "calls": "{calls}", "us": "{us:.1f}", "share of time": "{share:.0f} %"}
+COLUMNS |= {"GFLOP": "{gflop:.2f}", "MiB": "{mib:.1f}", "share of roof": "{of_roof:.0f} %"}
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    total = sum(row["us"] for row in rows)
-    share = "{:.0f} %".format
+    total = max(sum(row["us"] for row in rows), 1e-9)
+    known = 100 * sum(row["us"] for row in rows if row["roof"] is not None) / total
     lines = []
     for row in rows:
-        cost = [f"{row['flops'] / 1e9:.2f}" if row["flops"] else "", f"{row['bytes'] / 2**20:.1f}" if row["bytes"] else ""]
-        roof = "" if row["roof"] is None else share(100 * row["roof"])
-        part = share(100 * row["us"] / max(total, 1e-9))
-        lines.append([row["plan"], short(row["kernel"]), row["calls"], f"{row['us']:.1f}", part, *cost, roof])
-    known = sum(row["us"] for row in rows if row["roof"] is not None)
-    calls, told = sum(row["calls"] for row in rows), share(100 * known / max(total, 1e-9))
-    lines.append(["", f"all; costs are known of {told} of the time", calls, f"{total:.1f}", "", "", "", ""])
-    return table(["plan", "kernel", "calls", "us", "share of time", "GFLOP", "MiB", "share of roof"], lines)
+        costs = {"gflop": row["flops"] / 1e9, "mib": row["bytes"] / 2**20, "of_roof": 100 * (row["roof"] or 0)}
+        costs = {key: value for key, value in costs.items() if value}
+        lines.append(row | costs | {"short": short(row["kernel"]), "share": 100 * row["us"] / total})
+    last = f"all; costs are known of {known:.0f} % of the time"
+    lines.append({"plan": "", "short": last, "calls": sum(row["calls"] for row in rows), "us": total})
+    return columns(lines, COLUMNS)
 
 
 def profile(fn: Any, device: str, out: Path, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:

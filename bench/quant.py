@@ -5,7 +5,7 @@
 
 NF4 with nested scales as bitsandbytes packs it, bf16 x and adapters. GPU time by CUDA graph (wall time on a CPU), ways in
 turns, medians; ``fwd`` under no_grad, ``both`` with gradients of x and the adapters. Every way is compared with float64
-samples for the weight as it is decoded before it is timed. The ways of a layer:
+for the weight as it is decoded before it is timed. The ways of a layer:
 
     linear                      x W^T of a dense bf16 W
     linear4bit                  bitsandbytes' frozen layer
@@ -20,7 +20,6 @@ dequantisation alone, ``dequantize`` ours, ``dequantize_norm`` that with the nor
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,15 +31,14 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor, nn
 
-from bench.attempt import Failures
 from bench.checkouts import RIVAL_PATH
-from bench.clock import free, medians_of
-from bench.layer import TOLERANCE, errors, truths
+from bench.clock import Failures, free, medians_of
+from bench.layer import TOLERANCE
 from bench.packed import FORMATS
 from bench.suite import Run, Some, Suite, shapes
-from bench.table import table
-from bench.truth import Truth, norm_of
-from bench.ways import BF16, FDORA, Inputs, S, Way, build, by_mode, checked, ratios, trained, warm
+from bench.table import columns
+from bench.truth import norm_of
+from bench.ways import BF16, FDORA, Inputs, S, Truths, Way, build, by_mode, checked, errors, trained, truths, warm
 from fdora.functional import dora_norm
 from fdora.quant import QuantWeight, from_bnb
 from tests.memory import peak_bytes
@@ -70,9 +68,9 @@ class Quantised:
         self.i.norm = dora_norm(self.qw, self.i.A, self.i.B, s=S, backend="eager").detach()
         with torch.no_grad():
             self.i.m.copy_(self.i.norm * (1 + 0.0015 * torch.randn_like(self.i.norm)))
-        self.each: dict[str, tuple[Inputs, dict[str, Truth]]] = {}
+        self.each: dict[str, tuple[Inputs, Truths]] = {}
 
-    def coded(self, name: str) -> tuple[Inputs, dict[str, Truth]]:
+    def coded(self, name: str) -> tuple[Inputs, Truths]:
         """The same inputs with W as codes of another format, where a way names one; else of this one."""
         of = name.split("_")[1] if name in CODED else ""
         if of not in self.each:
@@ -102,22 +100,18 @@ class Quantised:
         return build(DENSE.get(name, name), i, rival_path, state=self.weight.quant_state)
 
 
-def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> list[dict]:
+def layer_rows(M: int, K: int, N: int, r: int, options) -> list[dict]:
     case = Quantised(M, K, N, r, options.device)
-    peak = {}
-
-    def measured(name: str, way: Way) -> None:
-        if way.both is not None and not (M * N > 2**28 and name in ("qdora",)):
-            peak[name] = round(peak_bytes(way.both, options.device) / 2**20, 2)
-
-    ways, error, failed = checked(
+    ways, error, failed, peak, _ = checked(
         options.ways,
         lambda name: case.way(name, options.rival_path),
         lambda name, way: errors(way, case.coded(name)[1]),
         TOLERANCE,
+        options.device,
         (*FDORA, *CODED),
-        after=measured,
+        [name for name in options.ways if M * N <= 2**28 or name != "qdora"],
     )
+    case.each.clear()
     free(options.device)
     rows = []
     for mode, fns in by_mode(ways, "both"):
@@ -126,7 +120,7 @@ def layer_rows(M: int, K: int, N: int, r: int, options: argparse.Namespace) -> l
     return rows
 
 
-def norm_row(K: int, N: int, r: int, roof: dict[str, float], options: argparse.Namespace) -> dict:
+def norm_row(K: int, N: int, r: int, roof: dict[str, float], options) -> dict:
     import bitsandbytes as bnb
 
     case, device = Quantised(1, K, N, r, options.device), options.device
@@ -191,61 +185,45 @@ PAIRS = (
 )
 
 
-def summarize(rows: list[dict], norms: list[dict]) -> dict:
-    """Geometric means, where fdora is dearer than QLoRA, and the norms' ratios."""
+def summarize(rows: list[dict]) -> dict:
+    """Geometric means and the worst cases, of few tokens and of many."""
     found = {}
-    for mode, (few, least, most) in product(("fwd", "both"), ((False, 512, math.inf), (True, 0, 511))):
+    for mode, (name, least, most) in product(("fwd", "both"), (("at least", 512, math.inf), ("fewer than", 0, 511))):
         mine = [row["ms"] for row in rows if row["mode"] == mode and least <= row["M"] <= most]
-        for a, b in PAIRS:
-            values = [ms[a] / ms[b] for ms in mine if a in ms and b in ms]
-            if values:
-                mean = geometric_mean(values)
-                name = f"{mode}, {'fewer than' if few else 'at least'} 512 tokens"
-                found.setdefault(name, {})[f"{a}/{b}"] = [round(mean, 3), round(max(values), 3)]
-    keys = ("M", "K", "N", "r", "mode")
-    dearer = [
-        {key: row[key] for key in keys} | over
-        for row in rows
-        if (over := ratios(row["ms"], [("fdora", "qlora")])) and row["ms"]["fdora"] > row["ms"]["qlora"]
-    ]
-    pairs = (("codes", "dense"), ("dequantize", "decode"), ("dequantize_norm", "decode"))
-    of_norms = [{key: row[key] for key in "KNr"} | ratios(row["ms"], pairs) for row in norms]
-    failed = sorted({f"{name}: {why}" for row in [*rows, *norms] for name, why in row["failed"].items()})
-    return {"mean_and_worst": found, "dearer_than_qlora": dearer, "norms": of_norms, "failed": failed}
+        each = {f"{a}/{b}": [ms[a] / ms[b] for ms in mine if a in ms and b in ms] for a, b in PAIRS}
+        means = {pair: [round(geometric_mean(values), 3), round(max(values), 3)] for pair, values in each.items() if values}
+        found |= {f"{mode}, {name} 512 tokens": means} if means else {}
+    return {"mean_and_worst": found}
+
+
+LAYER = "{M}, {K} x {N}, {r}, {mode}"
 
 
 def markdown(result: dict) -> str:
     """Of the layers a mean and the worst case by tokens; of the norms every case."""
-    spread = result["summary"]["mean_and_worst"]
-    pairs = list(dict.fromkeys(pair for values in spread.values() for pair in values))
-    cells = [
-        [what, *(" / ".join(f"{v:.2f}" for v in values.get(pair, [])) for pair in pairs)] for what, values in spread.items()
-    ]
-    ways = list(dict.fromkeys(way for row in result["norms"] for way in row["ms"]))
-    head = ["N x K, r", *(f"{way}, us" for way in ways), "roof, us", "error"]
-    norms = [
-        [
-            "{N} x {K}, {r}".format(**row),
-            *(f"{1000.0 * row['ms'][way]:.1f}" if way in row["ms"] else "" for way in ways),
-            f"{1000.0 * max(row['roof_ms'].values()):.1f}" if "roof_ms" in row else "",
-            f"{row['error']:.0e}",
-        ]
-        for row in result["norms"]
-    ]
-    few = [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
+    spread, few = result["summary"]["mean_and_worst"], [row for row in result["rows"] if row["M"] in (1, 16, 4096)]
+    pairs = dict.fromkeys(pair for values in spread.values() for pair in values)
     names = [way for way in (*WAYS, *CODED) if any(way in row["ms"] for row in few)]
-    cases = [
-        ["{M}, {K} x {N}, {r}, {mode}".format(**row), *(f"{row['ms'][way]:.3f}" if way in row["ms"] else "" for way in names)]
-        for row in few
-        if row["r"] == 64
+    means = {"mean / worst": "{what}"} | {pair: f"{{{pair}[0]:.2f}} / {{{pair}[1]:.2f}}" for pair in pairs}
+    times = {"M, K x N, r = 64, ms": LAYER} | {name: f"{{ms[{name}]:.3f}}" for name in names}
+    norms = {"N x K, r": "{N} x {K}, {r}"}
+    norms |= {f"{way}, us": f"{{us[{way}]:.1f}}" for way in dict.fromkeys(way for row in result["norms"] for way in row["ms"])}
+    norms |= {"roof, us": "{roof:.1f}", "error": "{error:.0e}"}
+    parts = [
+        (means, [{"what": what} | values for what, values in spread.items()]),
+        (times, [row for row in few if row["r"] == 64]),
+        (norms, [in_us(row) for row in result["norms"]]),
     ]
-    parts = [table(["mean / worst", *pairs], cells)] if cells else []
-    parts += [table(["M, K x N, r = 64, ms", *names], cases)] if cases else []
-    return "\n\n".join([*parts, table(head, norms)] if norms else parts)
+    return "\n\n".join(columns(rows, said) for said, rows in parts if rows)
+
+
+def in_us(row: dict) -> dict:
+    roof = {"roof": 1e3 * max(row["roof_ms"].values())} if "roof_ms" in row else {}
+    return row | {"us": {way: 1e3 * ms for way, ms in row["ms"].items()}} | roof
 
 
 OPTIONS = {
-    "--shapes": dict(type=shapes, default=SHAPES, help="KxN, comma separated"),
+    "--shapes": (SHAPES, "KxN, comma separated"),
     "--M": [1, 16, 512, 4096, 16384],
     "--r": [16, 64, 384],
     "--ways": (Some((*WAYS, *CODED), WAYS), "comma separated"),
@@ -254,7 +232,7 @@ OPTIONS = {
 }
 
 
-def cases(options: argparse.Namespace) -> list[tuple[int, ...]]:
+def cases(options) -> list[tuple[int, ...]]:
     return [(M, K, N, r) for M, (K, N), r in product(options.M, options.shapes, options.r)]
 
 
@@ -267,7 +245,7 @@ def measure(run: Run) -> None:
     for case in run.cases(cases(options)):
         run.add(*layer_rows(*case, options))
         free(options.device)
-    run.set(summary=summarize(run.result["rows"], run.result["norms"]))
+    run.set(summary=summarize(run.result["rows"]))
     print("\n" + markdown(run.result))
     for row in run.result["norms"]:
         run.failed |= row["failed"]

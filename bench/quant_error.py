@@ -14,18 +14,15 @@ from pathlib import Path
 
 import torch
 
+from bench.packed import FORMATS
 from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
-from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_awq, from_gptq, from_hqq, from_mxfp8, opaque, quantize
+from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_mxfp8, opaque, quantize
 from tests import reference
 from tests.close import rel_l2
 
 N = K = 1024
-R, M, S, GROUP = 16, 256, 2.0, 128
-
-
-def words(rows, cols, device):
-    return torch.randint(-(2**31), 2**31, (rows, cols), device=device).to(torch.int32)
+R, M, S = 16, 256, 2.0
 
 
 def scales(*shape, device):
@@ -33,20 +30,7 @@ def scales(*shape, device):
 
 
 def packed(device):
-    """Formats without a quantiser here: any codes will do, for only what is made of them is looked at."""
-    groups = K // GROUP
-    zeros = words(groups, N // 8, device)
-    yield (
-        "hqq",
-        from_hqq(
-            torch.randint(256, (N * K // 128, 64), device=device).to(torch.uint8),
-            {"shape": (N, K), "axis": 1, "group_size": 64, "packing": "4bit_u8", "compute_dtype": torch.float32}
-            | {"scale": scales(N * K // 64, 1, device=device).float(), "zero": torch.rand(N * K // 64, 1, device=device) * 8},
-        ),
-    )
-    gptq = words(K // 8, N, device), zeros, scales(groups, N, device=device)
-    yield "gptq", from_gptq(*gptq, dtype=torch.float32)
-    yield "awq", from_awq(words(K, N // 8, device), zeros, scales(groups, N, device=device), dtype=torch.float32)
+    """Formats that nothing here packs: any codes will do, for only what is made of them is looked at."""
     codes, steps = torch.randint(256, (N * K // 2,), device=device).to(torch.uint8), N * K // 64
     nf4 = codes, torch.randint(-127, 128, (steps,), device=device).to(torch.int8)
     nf4 += torch.rand(steps // 256, device=device) * 1e3 + 1e3, torch.tensor(0.2, device=device)
@@ -77,6 +61,7 @@ def weights(device):
     ):
         yield kind, quantize(W, kind, **options, dtype=torch.float32)
     yield from packed(device)
+    yield from ((kind, make(W)) for kind, make in FORMATS.items())
 
 
 def measured(W, device):

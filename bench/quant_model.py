@@ -14,20 +14,16 @@ bf16, adapters in float32 with gradients and two moments of Adam, the input of e
 
 from __future__ import annotations
 
-import argparse
 import math
-from functools import partial
 
 import torch
 from torch import nn
 
-from bench.clock import free, medians, once
+from bench.clock import free
 from bench.decoder import adapters
-from bench.rivals import paths
-from bench.steps import MICRO, SIZES, Cell, Gpu, Stack, Way, agreement, inputs
+from bench.steps import SIZES, Cell, Gpu, Stack, Way, compared, inputs, measured
 from bench.suite import One, Run, Some, Suite
 from bench.table import columns, table
-from tests.memory import peak_bytes
 
 WAYS = {"qlora": "peft_lora", "qdora": "peft_dora", "use_fdora": "use_fdora", "use_fdora_fused": "use_fdora_fused"}
 MODELS = {"70b": (80, 128256), "8b": (36, 151936), "2048": (28, 151936), "tiny": (2, 100)}  # layers and words of the whole
@@ -59,7 +55,7 @@ def stored_bytes(model: nn.Module) -> int:
     return found
 
 
-def whole(options: argparse.Namespace, packed: int, adapted: int, peak: int) -> dict[str, float]:
+def whole(options, packed: int, adapted: int, peak: int) -> dict[str, float]:
     """GB of a model of such layers."""
     layers, words = MODELS[options.model]
     width = SIZES[options.model]["hidden_size"]
@@ -80,6 +76,13 @@ OPTIONS = {
     "--r": 64,
     "--ways": Some(WAYS),
 }
+# Of bench.steps: all turns of every mode, and peaks
+LIKE_STEPS = {"dtype": "bf16", "loss_tokens": 1024, "dropout": 0.0, "modes": ("inference", "step", "micro"), "compiled": []}
+LIKE_STEPS |= {"no_eager": False, "cell_seconds": 1e6, "peaks": True}
+
+
+def check(parser, options) -> None:
+    vars(options).update(LIKE_STEPS)
 
 
 COLUMNS = {"mode": "{mode}", "way": "{way}", "wall ms": "{ms}", "GPU ms": "{gpu_ms}", "peak MB": "{peak_mb}"}
@@ -100,28 +103,16 @@ def measure(run: Run) -> None:
     free(options.device)
     cell = Cell(options.model, options.S, options.r)
     ways = run.failed.attempt(options.ways, lambda name: Way(WAYS[name], base, values))
-    options.dtype, options.loss_tokens = "bf16", 1024
     inputs(cell, ways, options)
     count = sum(t.numel() for t in next(iter(ways.values())).leaves.values())
     run.set(layers=options.layers, cell=cell._asdict(), packed_bytes=stored_bytes(base), adapters=count, failed=run.failed)
     if "qdora" in ways:
-        mine = {name: way for name, way in ways.items() if "fdora" in name}
-        run.set(agreement={n: {"apart": agreement(w, ways["qdora"]), "paths": paths(w.model)} for n, w in mine.items()})
+        run.set(agreement=compared(ways, "qdora"))
         print(run.result["agreement"], flush=True)
-    gpu = None if options.device == "cpu" else Gpu(True)
-    for mode in ("inference", "step", "micro"):
-        share = MICRO if mode == "micro" else 1
-        fns = {name: getattr(way, mode) for name, way in ways.items()}
-        peaks = {name: peak_bytes(fn, options.device) for name, fn in fns.items()} if mode == "step" else {}
-        wall = medians({name: partial(once, fn, options.device) for name, fn in fns.items()}, options.runs)
-        times, by = gpu.times(fns, wall, options.runs, run.failed) if gpu else ({}, "")
-        for name in fns:
-            row = {"mode": mode, "way": name, "ms": round(wall[name] / share, 3)}
-            row |= {"gpu_ms": round(times[name] / share, 3), "gpu_by": by} if name in times else {}
-            row |= {"peak_mb": round(peaks[name] / 2**20, 1)} if peaks else {}
-            run.add(row)
+    for row in measured(run, cell, ways, None if options.device == "cpu" else Gpu(True)):
+        run.add(row)
     steps = {row["way"]: math.ceil(row["peak_mb"] * 2**20) for row in run.result["rows"] if row["mode"] == "step"}
     run.set(whole={name: whole(options, run.result["packed_bytes"], count, peak) for name, peak in steps.items()})
 
 
-main = Suite(measure, OPTIONS, runs=7, show=markdown, judge=lambda run: run.end("use_fdora"))
+main = Suite(measure, OPTIONS, runs=7, check=check, show=markdown, judge=lambda run: run.end("use_fdora"))

@@ -14,7 +14,8 @@ import argparse
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,6 @@ from bench import (
     model,
     quant,
     quant_model,
-    report_shapes,
     schedule,
     serve,
     steps,
@@ -35,11 +35,10 @@ from bench import (
     vit,
 )
 from bench.all import TABLE
-from bench.bars import bars
 from bench.duels import MODES12, how, losses, where
-from bench.figures import FIGURES, SWEPT, converged, described, draw
+from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
 from bench.records import names, result
-from bench.table import pivot, side_by_side, table
+from bench.table import columns, pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS
 
 ROOT = Path(__file__).parent.parent
@@ -317,31 +316,27 @@ def norms() -> list[str]:
     return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu]
 
 
-def compose_line() -> str:
-    return (
-        "`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fwd_triton_ms:.3f} forward, {fwd_bwd_triton_ms:.3f} "
-        "with backward; the formula in plain torch {fwd_plain_ms:.3f} and {fwd_bwd_plain_ms:.3f}; a copy of the same bytes "
-        "{fwd_copy_ms:.3f} and {fwd_bwd_copy_ms:.3f}."
-    ).format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
+COMPOSED = (
+    "`dora_compose` on the same H100 (4096 x 14336, bf16), in ms: {fwd_triton_ms:.3f} forward, {fwd_bwd_triton_ms:.3f} "
+    "with backward; the formula in plain torch {fwd_plain_ms:.3f} and {fwd_bwd_plain_ms:.3f}; a copy of the same bytes "
+    "{fwd_copy_ms:.3f} and {fwd_bwd_copy_ms:.3f}."
+)
+
+
+def composed(found: dict) -> list[str]:
+    """Times over the kernel's."""
+    others, lines = ("eager", "plain", "copy"), []
+    for x in found["rows"]:
+        over = [x[f"{mode}_{way}_ms"] / x[f"{mode}_triton_ms"] for mode in ("fwd", "fwd_bwd") for way in others]
+        lines.append([x["op"], f"{x['M']} x {x['N']}", *(f"{each:.2f}" for each in over)])
+    head = ["op", "tokens x width", "eager", "plain torch", "copy", "with backward: eager", "plain torch", "copy"]
+    return [table(head, lines)]
 
 
 def compositions() -> list[str]:
-    """And of the run with many shapes, where there is one, times over the kernel's."""
-    parts = [compose_line()]
-    for name in names("compose_20"):
-        head, lines = (
-            ["op", "tokens x width", "eager", "plain torch", "copy", "with backward: eager", "plain torch", "copy"],
-            [],
-        )
-        for x in result(name)["rows"]:
-            over = [
-                x[f"{mode}_{way}_ms"] / x[f"{mode}_triton_ms"]
-                for mode in ("fwd", "fwd_bwd")
-                for way in ("eager", "plain", "copy")
-            ]
-            lines.append([x["op"], f"{x['M']} x {x['N']}", *(f"{each:.2f}" for each in over)])
-        parts += [f"### {name}: the other's time over the kernel's", table(head, lines)]
-    return parts
+    """And of the run with many shapes, where there is one."""
+    usual = COMPOSED.format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
+    return [usual, *runs("compose_20", composed, ": the other's time over the kernel's")]
 
 
 # The columns of one layer: way, and whether its norm is given
@@ -418,39 +413,49 @@ def means() -> str:
     return table(["results", "cases", "mode", *(NAMES[way] for way in ways)], lines)
 
 
-def not_run(failed: dict) -> list[str]:
-    return [f"Did not run: {case} ({why})." for case, why in failed.items()]
+def runs(wanted: str | Iterable[str], write: Callable[[dict], Iterable[str]], title: str = "") -> list[str]:
+    """Of each run whose name begins so, or of these: its name, a title of what it says of itself, and what is written of it."""
+    parts = []
+    for name in names(wanted) if isinstance(wanted, str) else wanted:
+        found = {"run": name, "dropout": 0} | result(name)
+        parts += [f"### {name}{title.format_map(found)}", *write(found)]
+    return parts
+
+
+def not_run(found: dict) -> list[str]:
+    return [f"Did not run: {case} ({why})." for case, why in found.get("failed", {}).items()]
 
 
 def models() -> list[str]:
-    parts = [figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT]
-    for name in names("model_"):
-        found = result(name)
-        parts += [f"### {name}: {found['model']}", model.markdown(found), *not_run(found.get("failed", {}))]
-        if skipped := found.get("skipped"):
-            parts.append(f"Out of time: {len(skipped)} cases, from {described(skipped[0])} on.")
-        for adapter, agreement in found["agreement"].items():
-            exact = agreement.get("one_layer_against_float32", {})
-            against = model.fdoras(agreement) | {f"float32, {NAMES[way]}": each for way, each in exact.items()}
-            lines = [
-                [label, part, f"{v['relative']:.1e}", f"{v['cosine']:.6f}", f"{v['max_difference']:.2e}", f"{v['max']:.2e}"]
-                for label, each in against.items()
-                for part, v in each.items()
-            ]
-            parts += [f"Agreement, {adapter} adapters:", table(AGREEMENT, lines)]
-        for adapter, norms in found.get("norms", {}).items():
-            parts.append(
-                "Norms of an optimizer step of 8 micro-batches, {} adapters: {asked} asked for, {computed} computed, of "
-                "{layers} layers.".format(adapter, **norms)
-            )
-        if fits := found.get("sweep"):
-            lines = [[name, *growth(fit), *growth(fit["upper"])] for name, fit in fits["exponents"].items()]
-            parts += [f"Growth with {fits['over']}, exponents, of all sizes and of the larger half:", table(GROWTH, lines)]
+    return [
+        *(figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT),
+        *runs("model_", a_model, ": {model}"),
+    ]
+
+
+def a_model(found: dict) -> list[str]:
+    parts = [model.markdown(found), *not_run(found)]
+    if skipped := found.get("skipped"):
+        parts.append(f"Out of time: {len(skipped)} cases, from {described(skipped[0])} on.")
+    for adapter, agreement in found["agreement"].items():
+        exact = agreement.get("one_layer_against_float32", {})
+        against = model.fdoras(agreement) | {f"float32, {NAMES[way]}": each for way, each in exact.items()}
+        rows = [{"label": label, "part": part} | v for label, each in against.items() for part, v in each.items()]
+        parts += [f"Agreement, {adapter} adapters:", columns(rows, AGREEMENT)]
+    for adapter, norms in found.get("norms", {}).items():
+        parts.append(
+            "Norms of an optimizer step of 8 micro-batches, {} adapters: {asked} asked for, {computed} computed, of "
+            "{layers} layers.".format(adapter, **norms)
+        )
+    if fits := found.get("sweep"):
+        lines = [[name, *growth(fit), *growth(fit["upper"])] for name, fit in fits["exponents"].items()]
+        parts += [f"Growth with {fits['over']}, exponents, of all sizes and of the larger half:", table(GROWTH, lines)]
     return parts
 
 
 GROWTH = ["mode, way", *(2 * ["sizes", "time", "peak memory"])]
-AGREEMENT = ["against", "of", "relative L2", "cosine", "largest difference", "largest value"]
+AGREEMENT = {"against": "{label}", "of": "{part}", "relative L2": "{relative:.1e}", "cosine": "{cosine:.6f}"}
+AGREEMENT |= {"largest difference": "{max_difference:.2e}", "largest value": "{max:.2e}"}
 
 
 def growth(fit: dict) -> list[str]:
@@ -473,7 +478,7 @@ def convergence() -> list[str]:
                 f"(target {target:.1e}: {'met' if apart <= target else 'missed'}), {worst:.1e} at worst. From the float32 run "
                 f"fdora is {fdora:.1e} away, PEFT {peft:.1e}: the larger error is {'fdora' if fdora > peft else 'PEFT'}'s."
             )
-    return parts + told("train_")
+    return parts + runs("train_", told)
 
 
 def groups() -> list[str]:
@@ -488,21 +493,19 @@ def groups() -> list[str]:
     return ["4096 tokens, norms given.", table(head, lines), *sorted(missing)]
 
 
-def suites() -> list[str]:
+SUITE = ("M", "K", "N", "r", "norm")
+
+
+def cold(found: dict) -> list[str]:
     """One launch out of a cold cache; bf16 throughout."""
-    sizes = ("M", "K", "N", "r", "norm")
-    parts = []
-    for name in names("suite"):
-        rows = [x for x in result(name)["rows"] if {x["dtype"], x.get("adapter", x["dtype"])} == {"bfloat16"}]
-        found = pivot(
-            rows,
-            lambda row: (row["op"], *(row.get(key, "") for key in sizes), row["mode"]),
-            lambda row: f"{row['ms']:.3f} / {row['wall_ms']:.3f} / {row.get('of_roof', '')}",
-            by="backend",
-        )
-        head, column = ["op", *sizes, "mode"], "{}: GPU ms / wall ms / of the roof"
-        parts += [f"### {name}", side_by_side(head, found, column, ("eager", "triton"))]
-    return parts
+    rows = [x for x in found["rows"] if {x["dtype"], x.get("adapter", x["dtype"])} == {"bfloat16"}]
+    cells = pivot(
+        rows,
+        lambda row: (row["op"], *(row.get(key, "") for key in SUITE), row["mode"]),
+        lambda row: f"{row['ms']:.3f} / {row['wall_ms']:.3f} / {row.get('of_roof', '')}",
+        by="backend",
+    )
+    return [side_by_side(["op", *SUITE, "mode"], cells, "{}: GPU ms / wall ms / of the roof", ("eager", "triton"))]
 
 
 def sources() -> str:
@@ -602,6 +605,7 @@ ADVICE = (
     'follows from its row by rule: the fastest way that computes PEFT\'s function, and `dropout_mode="lora"`, which computes '
     "another in training, where that is a tenth faster."
 )
+TOGETHER = "Four jobs of AdamW steps on one base (`python -m bench.jobs`, which says what the ways are)."
 DIFFUSION = (
     "A training step of diffusers' models at their published sizes, random weights (`python -m bench.diffusion`, which says "
     "what the models and ways are)."
@@ -609,43 +613,27 @@ DIFFUSION = (
 
 
 def training_steps() -> list[str]:
-    parts = [STEPS]
-    for name in names("steps"):
-        found = result(name)
-        parts += [f"### {name}: {found['layers']} layers", steps.markdown(found["rows"]), *not_run(found.get("failed", {}))]
-    for name in names("issue"):
-        found = result(name)
-        what = "{layers} layers, width {model}, {S} tokens, r {r}".format(**found)
-        parts += [f"### {name}: {what}", ISSUE, issue_time.markdown(found["runs"], list(found["runs"][0]["ms"]))]
-    return parts
+    taken = runs("steps", lambda found: [steps.markdown(found["rows"]), *not_run(found)], ": {layers} layers")
+    issued = runs("issue", issue, ": {layers} layers, width {model}, {S} tokens, r {r}")
+    return [STEPS, *taken, *issued]
+
+
+def issue(found: dict) -> list[str]:
+    return [ISSUE, issue_time.markdown(found["runs"], list(found["runs"][0]["ms"]))]
 
 
 def quantised() -> list[str]:
     parts = [QUANTISED]
     for name in names("quant"):
-        found = result(name)
-        if "norms" in found:
-            parts += [f"### {name}", quant.markdown(found)]
+        if "norms" in (found := result(name)):
+            parts += runs([name], lambda found: [quant.markdown(found)])
         elif "whole" in found:
-            parts += [f"### {name}: {{model}}, S {{S}}, r {{r}}".format(**found["cell"]), quant_model.markdown(found)]
+            parts += runs([name], lambda found: [quant_model.markdown(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
     return parts
 
 
-def vision() -> list[str]:
-    parts = [VISION]
-    for name in names("vit"):
-        found = result(name)
-        head = f"### {name}: {found['layers']} layers, r {found['r']}"
-        parts += [head, vit.markdown(found), "; ".join(vit.summary(found["rows"])) + "."]
-    return parts
-
-
-def diffusion_models() -> list[str]:
-    parts = [DIFFUSION]
-    for name in names("diffusion"):
-        found = result(name)
-        parts += [f"### {name}", diffusion.markdown(found["rows"]), *not_run(found.get("failed", {}))]
-    return parts
+def vision(found: dict) -> list[str]:
+    return [vit.markdown(found), "; ".join(vit.summary(found["rows"])) + "."]
 
 
 def serving() -> list[str]:
@@ -654,13 +642,7 @@ def serving() -> list[str]:
     return [SERVING.format(loads=" and ".join(loads)), serve.markdown([row for row in rows if row["kind"] == "serve"])]
 
 
-def together() -> list[str]:
-    parts = ["Four jobs of AdamW steps on one base (`python -m bench.jobs`, which says what the ways are)."]
-    for name in names("jobs"):
-        found = result(name)
-        what = "{layers} layers, r {r}, {microbatches[capacity]} tokens a microbatch, {world} GPU(s)".format(**found)
-        parts += [f"### {name}: {what}, dropout {found.get('dropout', 0)}", jobs.markdown(found)]
-    return parts
+JOBS = ": {layers} layers, r {r}, {microbatches[capacity]} tokens a microbatch, {world} GPU(s), dropout {dropout}"
 
 
 def studied(study: str) -> dict[str, list[dict]]:
@@ -727,21 +709,12 @@ def advice() -> list[str]:
     return [ADVICE, table(head, advice_rows())]
 
 
-def full() -> list[str]:
-    """Gradients through the norm: what they cost, and whether they train better."""
-    return told("full")
-
-
-def told(prefix: str) -> list[str]:
-    """Runs of bench.full and bench.converge whose name begins so."""
-    parts = []
-    for name in names(prefix):
-        found = result(name)
-        rows, module = found["rows"], TABLE[name.split("/")[1]].command.split()[0]
-        command = f"python -m {module} {found['about']['arguments']}".strip()
-        body = table(list(rows[0]), [row.values() for row in rows]) if "ratio" in rows[0] else converge.markdown(rows)
-        parts += [f"### {name}", f"`{command}`, commit {commit_of(found)}", body]
-    return parts
+def told(found: dict) -> list[str]:
+    """Of a run of bench.full or bench.converge."""
+    rows, module = found["rows"], TABLE[found["run"].split("/")[1]].command.split()[0]
+    command = f"python -m {module} {found['about']['arguments']}".strip()
+    body = table(list(rows[0]), [row.values() for row in rows]) if "ratio" in rows[0] else converge.markdown(rows)
+    return [f"`{command}`, commit {commit_of(found)}", body]
 
 
 def answers() -> list[str]:
@@ -764,14 +737,69 @@ def the_host() -> list[str]:
     return [*parts, *([said, side_by_side(["piece"], pieces)] if found else [])]
 
 
+UNSEEN = (
+    "Shapes drawn at random (`python -m bench.shapes --device cuda`), the norm given: the first way's GPU time over the "
+    'second\'s. "bare" is the matrix products alone, "micro_batches" computes its norm in one of 8.'
+)
+PASSES = (
+    "us on the GPU of backward's elementwise pass, in its best tile, beside torch's sum of two tensors, which moves as many "
+    "bytes; of the pass with the two products that read what it writes, beside those two products of dy alone; and of both "
+    "factors' gradients, as two products and in one launch (bench/passes.py, until 1fd0804). The shapes are those "
+    "where backward was furthest from its bare products."
+)
+FIT = (
+    "The model of waves that chooses a product's way and tile (`python -m bench.fit`): its predictions beside measured times, "
+    "and the time of what it chooses over that of the fastest way measured (regret)."
+)
+
+
+FEW = (
+    "us on the GPU of one layer and few tokens (bench/few.py, until 1fd0804): bare products; one pass over W by narrow "
+    "tiles, and what more tokens take, forward and with backward; forward with the norm apart, and out of the same pass over W "
+    "by the fastest of its tiles."
+)
+FEW_COLUMNS = {"bare": "bare", "one pass": "small", "general": "general", "bare, both": "bare_both"}
+FEW_COLUMNS |= {"one pass, both": "small_both", "general, both": "general_both"}
+FEW_COLUMNS |= {"norm, one pass": "norm_small", "norm inside": "inside*"}
+PASSES_COLUMNS = {"sum of two": "add", "pass": "pass *", "dy B, dy^T h": "bare", "pass, dz B, dz^T h": "chain *"}
+PASSES_COLUMNS |= {"dh^T x, dz^T h": "factors", "in one launch": "factors *"}
+
+
+def in_us(said: str, columns: dict[str, str], found: dict) -> list[str]:
+    """A column for each time; one that ends in a star is the fastest of those that begin so."""
+
+    def cell(ms: dict[str, float], key: str) -> str:
+        start, star, _ = key.partition("*")
+        mine = [each for name, each in ms.items() if name == key or (star and name.startswith(start))]
+        return f"{1e3 * min(mine):.1f}" if mine else ""
+
+    lines = [[", ".join(map(str, row["shape"])), *(cell(row["ms"], key) for key in columns.values())] for row in found["rows"]]
+    return [said, table(["M, K, N, r", *columns], lines)]
+
+
+RATIOS = {"ratio": "{ratio}", "mean": "{mean}", "worst": "{worst}", "at M, K, N, r": "{at}", "shapes": "{cases}"}
+
+
+def shapes(found: dict) -> list[str]:
+    return [UNSEEN, columns([{"ratio": ratio} | each for ratio, each in found["summary"].items()], RATIOS)]
+
+
+def fit(found: dict) -> list[str]:
+    lines = [[*each.values()] for each in found["summary"]]
+    return [FIT, table([*found["summary"][0]], lines), "![Predicted against measured times](../docs/waves.png)"]
+
+
+# By how the names of runs begin
+SHAPES = {
+    "shapes": shapes,
+    "few": partial(in_us, FEW, FEW_COLUMNS),
+    "passes": partial(in_us, PASSES, PASSES_COLUMNS),
+    "fit": fit,
+}
+
+
 def unseen() -> list[str]:
-    parts = []
-    for kind, write in report_shapes.KINDS.items():
-        for name in names(kind):
-            parts += [f"### {name}", write(result(name))]
-            if kind == "fit":
-                parts.append("![Predicted against measured times](../docs/waves.png)")
-    return parts
+    return [part for kind, write in SHAPES.items() for part in runs(kind, write)]
 
 
 def layer_section() -> list[str]:
@@ -786,7 +814,7 @@ SECTIONS = {
     "The norm": (("norm",), norms),
     "Compose": (("compose",), compositions),
     "Shapes that nobody tuned for": (("shapes",), unseen),
-    "One launch out of a cold cache": (("suite",), suites),
+    "One launch out of a cold cache": (("suite",), lambda: runs("suite", cold)),
     "Layers that share their input": (("group",), groups),
     "Twelve decoder layers": (
         ("layers12",),
@@ -796,10 +824,13 @@ SECTIONS = {
     "Whole models": (("model_",), models),
     "Fine-tuning, step by step": (("converge",), convergence),
     "Quantised base weights": (("quant",), quantised),
-    "A vision transformer": (("vit",), vision),
-    "Diffusion models": (("diffusion",), diffusion_models),
+    "A vision transformer": (("vit",), lambda: [VISION, *runs("vit", vision, ": {layers} layers, r {r}")]),
+    "Diffusion models": (
+        ("diffusion",),
+        lambda: [DIFFUSION, *runs("diffusion", lambda found: [diffusion.markdown(found["rows"]), *not_run(found)])],
+    ),
     "Serving": (("serve",), serving),
-    "Gradients through the norm": (("full",), full),
+    "Gradients through the norm": (("full",), lambda: runs("full", told)),
     "Which way to take": (("model_", "steps"), advice),
     "Near g = 1": (("study_near",), near_one),
     "g in an adapter that was trained": (("study_spread",), spreads),
@@ -819,7 +850,7 @@ SECTIONS = {
             figure("stages", "Bubbles of 4 and 8 stages"),
         ],
     ),
-    "Many adapters end to end": (("jobs",), together),
+    "Many adapters end to end": (("jobs",), lambda: [TOGETHER, *runs("jobs", lambda found: [jobs.markdown(found)], JOBS)]),
     "The host": (("host",), the_host),
     "What others show": (("",), answers),
     "Sources": (("",), lambda: [since(), sources()]),

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from bench.checkouts import RIVAL_PATH, Slots, vllm_lora
 from bench.clock import medians_of
-from bench.multi import CACHE
-from bench.multi_ways import Bank, lengths_of
+from bench.multi import CACHE, Bank, lengths_of
 from bench.suite import Some, Suite, shapes
 from bench.table import side_by_side
 from bench.truth import norm_of, rel_l2, some
@@ -129,11 +128,12 @@ def error_of(name: str, way: Way, i: Served, rival_path) -> dict[str, float]:
 @torch.no_grad()
 def serve(case: Case, layers: list[Served], options) -> dict:
     parts = [layer.part(case.M, case.G) for layer in layers]
-    ways, error, failed = checked(
+    ways, error, failed, *_ = checked(
         options.ways,
         lambda name: build(name, parts[0], options.rival_path),
         lambda name, way: error_of(name, way, parts[0], options.rival_path),
         TOLERANCE,
+        options.device,
         ("plugin", "idle", "multi_ids"),
     )
     fns = {}
@@ -215,7 +215,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 OPTIONS = {
-    "--shapes": dict(type=shapes, default=[(4096, 4096), (4096, 14336), (14336, 4096), (5120, 27648)], help="K x N"),
+    "--shapes": ([(4096, 4096), (4096, 14336), (14336, 4096), (5120, 27648)], "K x N"),
     "--r": [16, 64],
     "--tokens": [1, 8, 64, 512, 8192],
     "--adapters": ([1, 8, 64], "never more than there are tokens"),

@@ -5,7 +5,7 @@
 GPU time by CUDA graph, bf16, ways in turns, medians. Every way has several sets of inputs and weights where one would stay in
 the cache of the GPU. ``fdora`` is given its norm, ``fdora_inside`` computes it; of 8 micro-batches of a step one computes it,
 ``micro_batches`` is their mean. ``bare`` is the eight matrix products alone, three of them forward. ``fdora_dz``, where it is
-asked for, writes dz in backward where ``fdora`` may scale W. Every fdora is compared with float64 samples first, and a wrong
+asked for, writes dz in backward where ``fdora`` may scale W. Every fdora is compared with float64 first, and a wrong
 one fails the command.
 """
 
@@ -22,13 +22,11 @@ from statistics import geometric_mean
 import torch
 
 from bench import suite
-from bench.attempt import Failures
 from bench.clock import anchor_graph, free, launches_of, medians, once, quick_timer
 from bench.layer import TOLERANCE
 from bench.suite import Some, Suite, numbers
 from bench.table import table
-from bench.truth import Truth
-from bench.ways import BF16, Inputs, S, build, warm
+from bench.ways import BF16, Inputs, against, build, checked, truths, warm
 
 WAYS = ("bare", "peft_lora", "fdora", "fdora_inside")
 MICRO_BATCHES = 8
@@ -72,20 +70,12 @@ def case(shape: tuple[int, int, int, int], where: tuple, options) -> list[dict]:
     """``where``: what quick_timer captures into; empty on a CPU."""
     M, K, N, _ = shape
     sets = max(1, min(8, CACHE // (2 * (M * K + K * N + 2 * M * N)))) if where else 1
-    i, failed = Inputs.random(*shape, BF16, options.device), Failures()
-    inputs = [i, *(copied(i) for _ in range(sets - 1))]
-    x, A, B, m = (t.detach() for t in (i.x, i.A, i.B, i.m))
-    truth = Truth(x, i.W, A, B, m, S, i.dy)
-
-    def prepare(name):
-        ways = [build(name, each) for each in inputs]
-        if name.startswith("fdora"):
-            found = truth.errors(ways[0].both())
-            wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
-            assert not wrong, f"{name} is wrong at {shape}: {wrong}"
-        return ways
-
-    ways = {name: prepare(name) for name in options.ways}
+    i = Inputs.random(*shape, BF16, options.device)
+    first, _, failed, *_ = checked(
+        options.ways, lambda name: build(name, i), against(truths(i, i.W)), TOLERANCE, options.device
+    )
+    others = [copied(i) for _ in range(sets - 1)]
+    ways = {name: [way, *(build(name, each) for each in others)] for name, way in first.items()}
     rows = []
     for mode in ("fwd", "fwd_bwd"):
 
@@ -153,6 +143,7 @@ def measure(run):
     gc.unfreeze()
     lines = [[name, *found.values()] for name, found in summarize(run.result["rows"]).items()]
     print(table(["ratio", "mean", "worst", "at", "cases"], lines))
+    run.end("fdora")
 
 
 main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, ahead=ahead)

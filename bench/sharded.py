@@ -6,7 +6,7 @@
 
 Starts one process per GPU (NCCL; gloo without GPUs). Architecture, adapters and ways are bench.model's. FSDP2: each decoder
 layer is a unit, every rank has a sequence of its own. ``--layout tp``: torch's parallelize_module cuts q, k, v, gate and up by
-rows, o and down by columns, and of each adapter what plain LoRA's has cut (``rows``, ``columns``: these alone); every rank has
+rows, o and down by columns, and of each adapter what plain LoRA's has cut; every rank has
 the same sequence; PEFT's DoRA raises there. ``--layout zero2`` and ``zero3``: DeepSpeed's engine, on the same sequence as well.
 A step: forward, backward, fused AdamW; also with gradient checkpointing, and of 4 micro-batches, which share their norms. Wall
 time from one barrier until every rank's GPU is done, median of turns; what the host takes to issue forward, backward and the
@@ -30,7 +30,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,7 +47,7 @@ EVERY = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")
 MODES = ("step", "step_checkpointing", "step_4")
 PARTS = ("forward", "backward", "optimizer")
 ZERO = {"zero2": 2, "zero3": 3}
-LAYOUTS = ("fsdp", "tp", "rows", "columns", *ZERO)
+LAYOUTS = ("fsdp", "tp", *ZERO)
 ROWS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 COLUMNS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("norm_kernel", "choose_kernel", "norms_kernel", "fingerprint", "roots_kernel")
@@ -59,18 +59,11 @@ def shard(model, blocks, mesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def parallelize(blocks, mesh, layout: str) -> None:
-    """The base layer, and of the adapter what is cut with it, as plain LoRA is run. ``rows`` or ``columns``: these alone,
-    between activations that every process has whole."""
-    alone = layout != "tp"
-    rows = ColwiseParallel(**({"output_layouts": Replicate()} if alone else {}))
-    columns = RowwiseParallel(**({"input_layouts": Replicate()} if alone else {}))
+def parallelize(blocks, mesh) -> None:
+    """The base layer, and of the adapter what is cut with it, as plain LoRA is run."""
+    plan = {f"{path}.{part}": ColwiseParallel() for path in ROWS for part in ("base_layer", "lora_B.default")}
+    plan |= {f"{path}.{part}": RowwiseParallel() for path in COLUMNS for part in ("base_layer", "lora_A.default")}
     for block in blocks:
-        plan = {}
-        if layout != "columns":
-            plan |= {f"{path}.{part}": rows for path in ROWS for part in ("base_layer", "lora_B.default")}
-        if layout != "rows":
-            plan |= {f"{path}.{part}": columns for path in COLUMNS for part in ("base_layer", "lora_A.default")}
         parallelize_module(block, mesh, plan)
 
 
@@ -94,8 +87,8 @@ class Sharded(Trained):
         places = {name: names[id(p)] for name, p in self.model.named_parameters() if id(p) in names}
         blocks = self.model.get_base_model().get_decoder().layers
         self.stage = ZERO.get(options.layout)
-        if options.layout != "fsdp" and not self.stage:
-            parallelize(blocks, mesh, options.layout)
+        if options.layout == "tp":
+            parallelize(blocks, mesh)
         if options.compiled:
             self.compile()
         if options.layout == "fsdp":
@@ -265,7 +258,7 @@ def judge(run: Run) -> None:
 
 OPTIONS = {
     **stack(6, EVERY),
-    "--layout": (One(LAYOUTS, "fsdp"), "tensor parallel: tp, or rows or columns alone; zero2, zero3: DeepSpeed"),
+    "--layout": (One(LAYOUTS, "fsdp"), "tp: tensor parallel; zero2, zero3: DeepSpeed"),
     "--model": One([m for m in ARCHITECTURES if "vl" not in m], "llama-3.1-8b"),
     "--modes": Some(MODES),
     "--compiled": (False, "torch.compile of each decoder layer"),

@@ -29,7 +29,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -40,13 +40,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench import decoder, rivals
-from bench.attempt import Failures
-from bench.clock import anchor_graph, capture, free, medians, once, replay_ms
+from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack
-from bench.table import pivot, table
+from bench.table import over_lora, pivot
 from bench.ways import S
+from tests.memory import peak_bytes
 
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
 FDORA = ("use_fdora", "use_fdora_fused")
@@ -177,11 +177,11 @@ class Way:
         return self.checkpointed(self.gradient)
 
 
-def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
+def build(cell: Cell, options, failures: Failures, adapt: Callable | None = None) -> dict[str, Way]:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    return failures.attempt(options.ways, lambda name: Way(name, base, values, **adapted_as(options)))
+    return failures.attempt(options.ways, lambda name: Way(name, base, values, adapt, **adapted_as(options)))
 
 
 def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
@@ -277,6 +277,10 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
         able, lambda name: warm(ways[name].step if plain == "micro" else able[name], compiled, options.device), label
     )
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
+    peaks = {}
+    if options.peaks:
+        warmed = peaks = failures.attempt(warmed, lambda name: peak_bytes(able[name], options.device) / 2**20, label)
+        free(options.device)  # what a way that ran out of memory has left
     able = {name: able[name] for name in warmed}
     if not able:
         return []
@@ -296,30 +300,17 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     for name in able:
         row = {**cell._asdict(), "dropout": options.dropout, "mode": plain, "compiled": compiled, "way": name}
         row |= {"ms": round(ms[name] / share, 3), "first_ms": round(warmed[name], 1), "turns": turns}
-        if name in gpu_ms:
-            row |= {"gpu_ms": round(gpu_ms[name], 3), "gpu_by": gpu_by}
-        rows.append(row)
+        row |= {"gpu_ms": round(gpu_ms[name], 3), "gpu_by": gpu_by} if name in gpu_ms else {}
+        rows.append(row | ({"peak_mb": round(peaks[name], 2)} if peaks else {}))
     return rows
 
 
 def markdown(rows: list[dict]) -> str:
     """LoRA in ms, wall / GPU; the others as shares of it."""
-    cases = pivot(
-        rows,
-        lambda row: (f"{row['model']}, S {row['S']}, r {row['r']}", " ".join(filter(None, (row["compiled"], row["mode"])))),
-    )
-    ways, lora = list(dict.fromkeys(row["way"] for row in rows)), "peft_lora"
-
-    def show(way: str, found: dict) -> str:
-        if way not in found:
-            return ""
-        unit = found[lora] if lora in found and way != lora else None
-        parts = [found[way][f] / unit[f] if unit else found[way][f] for f in ("ms", "gpu_ms") if f in found[way]]
-        return " / ".join(f"{v:.2f}" for v in parts)
-
-    head = ["", "mode", *(f"{way}, ms" if way == lora else way for way in ways), "GPU by"]
-    lines = [[*case, *(show(way, found) for way in ways), by(found)] for case, found in cases.items()]
-    return "Wall / GPU; LoRA in ms, the others as shares of it.\n\n" + table(head, lines)
+    modes = [row | {"at": " ".join(filter(None, (row["compiled"], row["mode"])))} for row in rows]
+    cases = pivot(modes, lambda row: (f"{row['model']}, S {row['S']}, r {row['r']}", row["at"]))
+    said = "Wall / GPU; LoRA in ms, the others as shares of it.\n\n"
+    return said + over_lora(["", "mode"], cases, {"ms": 2, "gpu_ms": 2}, "peft_lora, ms", {"GPU by": by})
 
 
 def by(found: dict) -> str:
@@ -344,17 +335,17 @@ OPTIONS = {
     "--modes": Some(MODES),
     "--compiled": (Some(COMPILED, []), "also compiled, per layer, or the whole stack at once"),
     "--no-eager": False,
-    "--no-graphs": (False, "GPU time by events"),
+    "--peaks": (False, "peak memory above weights and adapters, too"),
     "--cell-seconds": (6.0, "fewer turns where a cell would take longer"),
 }
 
 
-def compared(ways: dict[str, Way]) -> dict[str, dict]:
+def compared(ways: dict[str, Way], theirs: str = "peft_dora") -> dict[str, dict]:
     """fdora against PEFT's DoRA, and which path its calls took."""
-    if "peft_dora" not in ways:
+    if theirs not in ways:
         return {}
     mine = {name: way for name, way in ways.items() if "fdora" in name}
-    return {n: {"apart": agreement(way, ways["peft_dora"]), "paths": paths(way.model)} for n, way in mine.items()}
+    return {n: {"apart": agreement(way, ways[theirs]), "paths": paths(way.model)} for n, way in mine.items()}
 
 
 def agreed(run: Run, cell: Cell, ways: dict[str, Way]) -> None:
@@ -364,22 +355,26 @@ def agreed(run: Run, cell: Cell, ways: dict[str, Way]) -> None:
     print(key, "against PEFT's DoRA:", run.result["agreement"][key], flush=True)
 
 
-def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> None:
+def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> Iterator[dict]:
+    """The rows of a cell: eager, and compiled in each way that is asked for."""
     options = run.options
-    for mode in [] if options.no_eager else options.modes:
-        drawn_again = mode == "checkpointing" and options.dropout  # of a generator's state, which no graph can read
-        with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
-            run.add(*measure(cell, ways, mode, Gpu(False) if gpu and drawn_again else gpu, options, run.failed))
-    for compiled in options.compiled:
-        torch._dynamo.reset()
+    for compiled in ([] if options.no_eager else [""]) + options.compiled:
+        if compiled:
+            torch._dynamo.reset()
         for way in ways.values():
             way.compile(compiled)
-        events = gpu and Gpu(graphs=not compiled.endswith("reduce-overhead") and not options.no_graphs)
-        for mode in [mode for mode in options.modes if mode != "checkpointing" or compiled.startswith("whole")]:
+        for mode in options.modes:
+            if mode == "checkpointing" and compiled and not compiled.startswith("whole"):
+                continue
+            if run.late({**cell._asdict(), "mode": f"{compiled}:{mode}"}):
+                continue
+            # what draws again, from a generator's state, no graph can read; nor what is recorded already
+            events = compiled.endswith("reduce-overhead") or (mode == "checkpointing" and options.dropout)
+            clock = Gpu(False) if gpu and events else gpu
             with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
-                run.add(*measure(cell, ways, f"{compiled}:{mode}", events, options, run.failed))
-        for way in ways.values():
-            way.compile("")
+                yield from measure(cell, ways, f"{compiled}:{mode}", clock, options, run.failed)
+    for way in ways.values():
+        way.compile("")
 
 
 def measure_all(run: Run) -> None:
@@ -387,7 +382,7 @@ def measure_all(run: Run) -> None:
     torch._dynamo.config.recompile_limit = 64
     facts = {name: getattr(options, name) for name in ("layers", "dtype", "adapter", "cell_seconds")}
     run.set(**facts, micro_batches=MICRO, agreement={}, failed=run.failed)
-    gpu = None if options.device == "cpu" else Gpu(not options.no_graphs)
+    gpu = None if options.device == "cpu" else Gpu(True)
     ways = {}
     built = None
     for cell in run.cases(sorted(options.cells, key=lambda cell: (cell.model, cell.r, cell.S))):
@@ -399,7 +394,8 @@ def measure_all(run: Run) -> None:
         inputs(cell, ways, options)
         if new:
             agreed(run, cell, ways)
-        measured(run, cell, ways, gpu)
+        for row in measured(run, cell, ways, gpu):
+            run.add(row)
     run.set(seconds=round(time.perf_counter() - run.start, 1))
 
 

@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.suite import One, Run, Suite
-from bench.table import side_by_side, table
+from bench.table import columns, side_by_side
 from bench.truth import rel_l2
 from bench.ways import NAMES, S
 from fdora.functional import dora_compose, dora_delta, dora_norm
@@ -183,25 +183,30 @@ def near_table(rows: list[dict], dtype: str) -> str:
     return side_by_side([f"spread of g, {dtype}"], found)
 
 
+G = {
+    "values": "{values}",
+    "mean of g - 1": "{mean:.4f}",
+    "deviation": "{deviation:.4f}",
+    "5 % to 95 %": "{q05:.4f} to {q95:.4f}",
+}
+G |= {f"becomes 1 in {name}": f"{{lost[{name}]:.1%}}" for name in HALVES}
+G |= {f"error of g - 1 in {name}": f"{{error[{name}]:.1%}}" for name in HALVES}
+
+
 def spread_table(rows: list[dict], layers: bool) -> str:
     """One line for each number of steps, or for each layer after the last."""
     last = rows[-1]["steps"]
     some = [row for row in rows if (row["layer"] != "all" and row["steps"] == last if layers else row["layer"] == "all")]
-    head = ["layer" if layers else "steps", "values", "mean of g - 1", "deviation", "5 % to 95 %"]
-    head += [f"becomes 1 in {name}" for name in HALVES] + [f"error of g - 1 in {name}" for name in HALVES]
-    lines = []
-    for row in some:
-        cells = [row["layer" if layers else "steps"], row["values"], f"{row['mean']:.4f}", f"{row['deviation']:.4f}"]
-        cells += [f"{row['q05']:.4f} to {row['q95']:.4f}", *(f"{row['lost'][name]:.1%}" for name in HALVES)]
-        lines.append([*cells, *(f"{row['error'][name]:.1%}" for name in HALVES)])
-    return table(head, lines)
+    return columns(some, ({"layer": "{layer}"} if layers else {"steps": "{steps}"}) | G)
+
+
+MEMORY = {"way": "{name}", "modules": "{modules}", "before, MiB": "{before_mb}", "most allocated": "{peak_mb}"}
+MEMORY |= {"most reserved": "{reserved_mb}", "reserved, not allocated": "{unused:.1%}"}
 
 
 def timeline_table(rows: list[dict]) -> str:
-    head = ["way", "modules", "before, MiB", "most allocated", "most reserved", "reserved, not allocated"]
-    sizes = [[row[f"{name}_mb"] for name in ("before", "peak", "reserved")] for row in rows]
-    unused = [f"{held / most - 1:.1%}" for _, most, held in sizes]
-    return table(head, [[NAMES[r["way"]], r["modules"], *s, u] for r, s, u in zip(rows, sizes, unused, strict=True)])
+    more = ({"name": NAMES[row["way"]], "unused": row["reserved_mb"] / row["peak_mb"] - 1} for row in rows)
+    return columns([row | each for row, each in zip(rows, more, strict=True)], MEMORY)
 
 
 def shown(result: dict) -> str:

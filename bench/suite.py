@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from bench import clock, records
-from bench.attempt import Failures
+from bench.clock import Failures
 from bench.processes import run_in_processes
 from bench.table import table
 from bench.ways import ENDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 Case = TypeVar("Case", bound=Hashable)
@@ -45,3 +46,25 @@ def side_by_side(
     ways = ways or list(dict.fromkeys(way for cells in found.values() for way in cells))
     lines = [[*case, *(cells.get(way, "") for way in ways)] for case, cells in found.items()]
     return table([*head, *map(column.format, ways)], lines)
+
+
+def over_lora(
+    head: Sequence[str],
+    found: Mapping[tuple, Mapping[str, dict]],
+    units: Mapping[str, int],
+    of_lora: str,
+    more: Mapping[str, Callable[[Mapping[str, dict]], str]] = MappingProxyType({}),
+) -> str:
+    """What :func:`pivot` gives as a table: LoRA's values of these units, with so many digits, and those of others over
+    LoRA's. ``of_lora``: the head of its column; ``more``: columns behind them."""
+    ways = list(dict.fromkeys(way for cells in found.values() for way in cells))
+
+    def cell(way: str, cells: Mapping[str, dict]) -> str:
+        mine, lora = cells.get(way, {}), cells.get("peft_lora") if way != "peft_lora" else None
+        mine = {key: (mine[key], digits) for key, digits in units.items() if key in mine}
+        return " / ".join(f"{v / lora[key]:.2f}" if lora else f"{v:.{digits}f}" for key, (v, digits) in mine.items())
+
+    lines = []
+    for case, cells in found.items():
+        lines.append([*case, *(cell(way, cells) for way in ways), *(column(cells) for column in more.values())])
+    return table([*head, *(of_lora if way == "peft_lora" else way for way in ways), *more], lines)

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +30,15 @@ from torch import Tensor
 
 import fdora
 from bench import clock, ways
-from bench.attempt import Failures
-from bench.multi_ways import Bank, build
+from bench.clock import Failures
+from bench.multi import Bank, build
 from bench.norm_model import linears
 from bench.save import save as save_json
 from bench.shapes import copied, draw
 from bench.suite import Run, Suite, numbers, shapes
 from bench.truth import norm_of, rel_l2
 from bench.ways import Inputs, S
-from fdora.functional import dora_linear, dora_norm, dora_norm_tree
+from fdora.functional import dora_norm, dora_norm_tree
 from fdora.quant import quantize
 from fdora.triton import search
 from fdora.triton.multi_bwd import GradConfig
@@ -115,10 +116,8 @@ def linear(shape: Shape, device: str, both: bool = False, codes: bool = False, b
     layers = [i, *(copied(i) for _ in sets_of(i.W.numel(), device)[1:])]
 
     def one(each: Inputs) -> Callable[[], Any]:
-        W = quantize(each.W, "nf4", nested=True) if codes else each.W
-        leaves = {"A": each.A, "B": each.B, "m": each.m}
-        way = ways.trained(lambda x: dora_linear(x, W, each.A, each.B, each.m, s=S, norm=each.norm), each, leaves, "dora")
-        way = ways.bare(each) if bare else way
+        coded = replace(each, W=quantize(each.W, "nf4", nested=True)) if codes else each
+        way = ways.bare(each) if bare else ways.fdora(coded, each.norm, False)
         return (way.both if bare else lambda: way.both()["dx"]) if both else way.forward
 
     x, A, B, m, dy = (t.detach().float() for t in (i.x, i.A, i.B, i.m, i.dy))

@@ -10,7 +10,7 @@ up and down in one call. Wall time of one call until the GPU is done, median of 
 images a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the
 images. First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
-torch.profiler names and times the kernels of the middle block; of the gradient those of a layer, by name.
+torch.profiler names and times the kernels of a layer, by name.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from __future__ import annotations
 import copy
 import math
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.clock import free, medians, wall_timer
-from bench.decoder import adapters, apart, compile_each, judge
-from bench.kernels import Kernel, by_name, middle_block, profiled, shares
+from bench.clock import free
+from bench.decoder import adapters, apart, compile_each, judge, wall_and_peak
+from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations
 from bench.table import columns
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
-from tests.memory import peak_bytes
 
 WAYS = ("plain", "plain_folded", "peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,29 +108,21 @@ def rows_of(run: Run, models: dict[str, Compared], mode: str, compiled: bool, ke
     """The ways of one mode, timed in turns."""
     options, batch = run.options, run.options.batch or MODES[mode]
     images, label = pixels(batch, options), f"{mode}, {{}}{', compiled' if compiled else ''}"
-
-    def prepared(tag: str) -> tuple[Any, dict]:
-        model = models[tags[tag]]
+    if run.late(label.format("all ways")):
+        return
+    for model in models.values():
         model.compile() if compiled else model.eager()
-        fn = model.of(mode, images)
-        row = {"peak_mb": round(peak_bytes(fn, options.device) / 2**20, 1)}
+    fns = {way: model.of(mode, images) for way, model in models.items()}
+    for way, found in wall_and_peak(fns, options, run.failed, label).items():
+        row = {"way": way, "compiled": compiled, "mode": mode, "batch": batch} | found
+        row |= {"images_per_s": round(1e3 * batch / found["ms"], 1)}
         if options.device != "cpu":
-            every = profiled(fn)
+            every, tag = profiled(fns[way]), label.format(way)
+            kernels[tag] = by_name(every, options.layers)
+            run.result["kernels"][tag] = [kernel._asdict() for kernel in kernels[tag]]
             row |= {"kernels_per_layer": round(len(every) / options.layers, 1)}
             row |= {"gpu_ms": round(sum(kernel.us for kernel in every) / 1e3, 2)}
-            kernels[tag] = (middle_block if mode == "inference" else by_name)(every, options.layers)
-            run.result["kernels"][tag] = [kernel._asdict() for kernel in kernels[tag]]
-        return fn, row
-
-    tags = {label.format(way): way for way in models}
-    ready = {}
-    for tag in run.cases(tags):
-        ready |= run.failed.attempt([tag], prepared)
-        free(options.device)
-    ms = medians({tag: wall_timer(fn, options.device, 0) for tag, (fn, _) in ready.items()}, options.runs)
-    for tag, (_, row) in ready.items():
-        known = {"way": tags[tag], "compiled": compiled, "mode": mode, "batch": batch, "ms": round(ms[tag], 2)}
-        run.add(known | {"images_per_s": round(1e3 * batch / ms[tag], 1)} | row)
+        run.add(row)
     run.set(paths={way: paths(each.model) for way, each in models.items() if "fdora" in way})
 
 

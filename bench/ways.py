@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.attempt import Failures
 from bench.checkouts import axolotl_linear, lorafusion_linear, unsloth_linear
-from bench.clock import medians_of
+from bench.clock import Failures, free, medians_of
 from bench.rivals import factored, paper_layer, peft_layer
+from bench.truth import Outputs, exact, gradients, named
+from bench.truth import errors as errors_of
 from fdora.functional import dora_linear, dora_norm
+from tests.memory import peak_bytes
 
 S = 2.0
 BF16 = torch.bfloat16
@@ -137,7 +139,11 @@ class Way:
 
 
 def differentiated(
-    call: Callable[[], Any], leaves: dict[str, Tensor], dy: Tensor | list[Tensor], truth: str = "dora", context=nullcontext
+    call: Callable[[], Any],
+    leaves: dict[str, Tensor],
+    dy: Outputs,
+    truth: str | None = "dora",
+    context=nullcontext,
 ) -> Way:
     """A way that gives y, or several outputs, and the gradients of its leaves for this dy, or these."""
 
@@ -149,14 +155,44 @@ def differentiated(
         with context():
             y = call()
         grads = torch.autograd.grad(y, list(leaves.values()), dy)
-        ys = {"y": y} if isinstance(y, Tensor) else {f"y{i}": each for i, each in enumerate(y)}
-        return {**ys, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+        return named(y) | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
     return Way(forward, both, truth, call, leaves, dy)
 
 
 def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tensor], truth: str, context=nullcontext) -> Way:
     return differentiated(lambda: layer(i.x), {"x": i.x, **leaves}, i.dy, truth, context)
+
+
+Truths = Callable[[str], dict[str, Tensor]]
+
+
+def truths(i: Inputs, W: Tensor) -> Truths:
+    """What a way must give by its formula: dora, lora or frozen; of a quantised layer W is what its codes say."""
+
+    @cache
+    def of(kind: str) -> dict[str, Tensor]:
+        leaves = {name: getattr(i, name) for name in {"dora": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
+        s = 0.0 if kind == "frozen" else S
+        rest = {"A": i.A.detach(), "B": i.B.detach(), "m": None}
+        return gradients(lambda t: exact(W=W, s=s, **(rest | t)), leaves, i.dy)
+
+    return of
+
+
+def errors(way: Way, truth: Truths) -> dict[str, float]:
+    """Relative L2 of every output, with and without a graph, and of each gradient."""
+    results, forward = way.both() if way.both else {}, named(way.forward())
+    if way.truth is None:
+        return {}
+    want = truth(way.truth)
+    assert not results or results.keys() == want.keys(), f"gives {', '.join(results)}, wanted {', '.join(want)}"
+    return errors_of(results, want) | {f"{name}_no_grad": e for name, e in errors_of(forward, want).items()}
+
+
+def against(truth: Truths) -> Callable[[str, Way], dict[str, float]]:
+    """What `checked` asks."""
+    return lambda name, way: errors(way, truth)
 
 
 def warm(way: Way) -> None:
@@ -182,26 +218,45 @@ def kept_bytes(way: Way, given: Iterable[Tensor]) -> int:
     return sum(size for at, size in kept.items() if at not in known)
 
 
+class Checked(NamedTuple):
+    """What ran and is right, by way: its errors, why others do not, peak of both directions and what autograd keeps, in MiB."""
+
+    ways: dict[str, Way]
+    error: dict[str, dict[str, float]]
+    failed: Failures
+    peak: dict[str, float]
+    kept: dict[str, float]
+
+
 def checked(
     names: Iterable[str],
     build: Callable[[str], Way],
     errors: Callable[[str, Way], dict[str, float]],
     most: float,
+    device: str,
     mine: Iterable[str] = FDORA,
-    after: Callable[[str, Way], None] = lambda name, way: None,
-) -> tuple[dict[str, Way], dict[str, dict[str, float]], Failures]:
-    """Those of these ways that run, the errors of each, and why the others do not: one of ``mine`` that is wrong does not."""
-    failed, error = Failures(), {}
+    peaks: Iterable[str] = (),
+    given: Sequence[Tensor] | None = None,
+) -> Checked:
+    """These ways; one of ``mine`` that is wrong does not run. ``peaks``: whose peak is measured. Where it is ``given``, what is
+    there besides the leaves, what autograd keeps is measured as well, and each way's garbage is freed before the next."""
+    found = Checked({}, {}, Failures(), {}, {})
 
     def prepare(name: str) -> Way:
         way = build(name)
-        error[name] = {key: float(f"{e:.2e}") for key, e in errors(name, way).items()}
-        wrong = ", ".join(f"{key} by {e:.1e}" for key, e in error[name].items() if not e <= most)
+        found.error[name] = {key: float(f"{e:.2e}") for key, e in errors(name, way).items()}
+        wrong = ", ".join(f"{key} by {e:.1e}" for key, e in found.error[name].items() if not e <= most)
         assert not (wrong and name in mine), f"{name} is wrong: {wrong}"
-        after(name, way)
+        if way.both and name in peaks:
+            found.peak[name] = round(peak_bytes(way.both, device) / 2**20, 2)
+        if given is not None:
+            if way.call is not None:
+                found.kept[name] = round(kept_bytes(way, given) / 2**20, 3)
+            free(device)
         return way
 
-    return failed.attempt(names, prepare), error, failed
+    found.ways.update(found.failed.attempt(names, prepare))
+    return found
 
 
 def by_mode(ways: dict[str, Way], both: str = "fwd_bwd") -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
@@ -220,27 +275,32 @@ def mode_ms(ways: dict[str, Way], device: str, runs: int) -> dict[str, float]:
     return {f"{mode}_{name}_ms": round(t, 4) for mode, ms in timed for name, t in ms.items()}
 
 
-def bare(i: Inputs) -> Way:
-    x, A, B = i.x.detach(), i.A.detach().to(i.x.dtype), i.B.detach().to(i.x.dtype)
+def bare(*layers: Inputs) -> Way:
+    """The matrix products of one layer, or of several."""
+    each = [(i, i.x.detach(), i.A.detach().to(i.x.dtype), i.B.detach().to(i.x.dtype)) for i in layers]
 
     def forward():
-        h = x @ A.mT
-        return x @ i.W.mT, h, h @ B.mT
+        return [(x @ i.W.mT, h := x @ A.mT, h @ B.mT) for i, x, A, B in each]
 
     def both():
-        base, h, lora = forward()
-        dh = i.dy @ B
-        return base, lora, i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h
+        kept, out = forward(), []
+        for (base, h, lora), (i, x, A, B) in zip(kept, each, strict=True):
+            dh = i.dy @ B
+            out += [base, lora, i.dy @ i.W, dh @ A, dh.mT @ x, i.dy.mT @ h]
+        return out
 
     return Way(forward, both)
 
 
-def fdora(i: Inputs, norm: Tensor | None, compiled: bool) -> Way:
+def fdora(i: Inputs, norm: Tensor | None = None, compiled: bool = False, **how: Any) -> Way:
+    """``how``: of dora_linear; a bias is a leaf, too."""
+
     def layer(x: Tensor, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
-        return dora_linear(x, i.W, A, B, m, s=S, norm=norm)
+        return dora_linear(x, i.W, A, B, m, s=S, norm=norm, **how)
 
     call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    return trained(lambda x: call(x, i.A, i.B, i.m), i, {"A": i.A, "B": i.B, "m": i.m}, "dora")
+    leaves = {"A": i.A, "B": i.B, "m": i.m} | ({"bias": how["bias"]} if "bias" in how else {})
+    return trained(lambda x: call(x, i.A, i.B, i.m), i, leaves, "dora")
 
 
 def with_dz(way: Way) -> Way:
@@ -254,6 +314,11 @@ def with_dz(way: Way) -> Way:
             return way.both()
 
     return Way(way.forward, both)
+
+
+def lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
+    """As PEFT has it, whatever else a DoRA would take."""
+    return F.linear(x, W) + S * F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
 
 
 def addmm_lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import jobs, jobs_bubble, jobs_model, jobs_pipeline, records
+from bench import jobs, jobs_bubble, jobs_model, records
 from fdora.jobs.schedule import Sample, Spec, schedule
 from fdora.jobs.schedule.simulate import Action, Task
 
@@ -134,4 +134,4 @@ def test_a_message_is_what_a_device_waits_for_with_nothing_else_to_do():
     forward = [
         Task(d, Action(d, n, False), start, start + 2.0) for d, n, start in ((0, 0, 0), (0, 1, 2), (1, 0, 2.5), (1, 1, 4.6))
     ]
-    assert jobs_pipeline.message_of(forward) == 0.5  # the second had come before the first was done
+    assert jobs.message_of(forward) == 0.5  # the second had come before the first was done

@@ -9,7 +9,7 @@ pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs i
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
 from bench import converge, decoder, issue_time, records, steps
-from bench.attempt import Failures
+from bench.clock import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
 CELL = steps.Cell("tiny", 8, 4)

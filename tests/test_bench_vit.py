@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import profile, records, vit
-from bench.kernels import Kernel, by_name, kind, middle_block, shares, short
+from bench.kernels import Kernel, by_name, shares, short
 from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.functional import dora_linear, explain
@@ -47,22 +47,11 @@ def test_the_architecture():
     torch.testing.assert_close(fold_scale(small)(images), small(images))
 
 
-KERNELS = [Kernel("void embed<1>(x)", 5.0)] * 3 + [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)] * 6
-
-
-def test_kernels_of_a_block():
-    block = middle_block(KERNELS, 6)
-    assert block == [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)]
-    assert middle_block(KERNELS[:5], 2)[0] == Kernel("void embed<1>(x)", 7.5)  # nothing repeats there: by name, of one layer
-    assert by_name(KERNELS, 6)[0] == Kernel("nvjet_hsh_128x256", 10.0)
-    assert "| product | nvjet_hsh_128x256 | 10.0 | 62.5 % |" in shares(block)
-    assert [kind(n) for n in ("flash_fwd_kernel", "triton_red_fused_add_3", "scale_kernel", "Memcpy DtoD", "odd")] == [
-        "attention",
-        "fused",
-        "fdora",
-        "copy",
-        "other",
-    ]
+def test_kernels_of_a_layer():
+    kernels = [Kernel("void embed<1>(x)", 5.0)] * 3 + [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)] * 6
+    layer = by_name(kernels, 6)
+    assert layer == [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0), Kernel("void embed<1>(x)", 2.5)]
+    assert "| nvjet_hsh_128x256 | 10.0 | 54.1 % |" in shares(layer)
     assert short("triton_poi_fused_mul_silu_2") == "mul + silu" and short("void at::native::cat<int>(x)") == "cat"
 
 
