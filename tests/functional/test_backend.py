@@ -64,7 +64,7 @@ def test_environment(name, wish, monkeypatch):
 
 def test_the_interpreter_is_refused_bfloat16():
     """It would multiply wrongly."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
     code = (
         "import torch; from fdora import FdoraError; import fdora.functional as F\n"
         "t = {k: torch.ones(*s).bfloat16() for k, s in dict(x=(2, 16), W=(16, 16), A=(4, 16), B=(16, 4), m=(16,)).items()}\n"
