@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fdora import FdoraError
+from fdora._command import align
 from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
@@ -82,10 +83,8 @@ class Report(list[Row]):
 
     def __str__(self) -> str:
         head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "weight", "saved/call", "")
-        table = [head, *map(cells, self)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines = align([head, *map(cells, self)], range(len(head)))
         return "\n".join([*lines, *reasons, *on_dropout(self), *on_compute(self), *advice(*self.gathers)])
 
     def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
