@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TypeVar
@@ -23,6 +23,15 @@ T = TypeVar("T")
 
 def parser_of(name: str, doc: str | None) -> ArgumentParser:
     return ArgumentParser(f"fdora {name}".strip(), description=doc, formatter_class=RawDescriptionHelpFormatter)
+
+
+def align(rows: Sequence[tuple[str, ...]], words: Container[int] = (0, 1, 4)) -> list[str]:
+    """The lines of a table. Columns that are no words are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
 
 
 @contextmanager

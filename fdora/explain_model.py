@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import fail
-from fdora._command import mistakes, parser_of
+from fdora._command import align, mistakes, parser_of
 from fdora.predict import GPUS, Method, Prediction, predict
 
 CONFIG, ADAPTER, TENSORS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -150,15 +150,6 @@ def by_plans(M: int, kind: Kind, gpu: str) -> Prediction | None:
 
 def memory(kept: int, output: int, digits: int) -> str:
     return " + ".join(f"{b / 2**20:.{digits}f}" for b in (kept, output) if b)
-
-
-def align(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = (0, 1, 4)  # the other columns are numbers
-    return [
-        "  ".join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
 
 
 def read_again(kinds: list[Kind]) -> list[tuple[int, int]]:

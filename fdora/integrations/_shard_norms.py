@@ -19,8 +19,7 @@ from torch import Tensor
 from fdora._torch import backward_task
 from fdora.functional import dora_norm_tree, dora_norm_tree_state
 from fdora.integrations._shard import Shard
-
-Found = list[tuple[Any, Any, Any, Any, float]]  # KeptNorm, and shards of W, A, B, and s
+from fdora.integrations._table import Found
 
 
 class ShardNorms:

@@ -18,38 +18,33 @@ from fdora.integrations._framework import need, put_back
 
 need("peft", "peft", "0.18.0")
 
-import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraModel, variants
 from peft.tuners.lora.layer import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 
 from fdora import FdoraError
 from fdora._check import check_positive
 from fdora._command import progress
-from fdora.functional import dora_norm, select_backend
+from fdora.functional import dora_norm
 from fdora.functional.prepared import Warmup, compile_ahead
-from fdora.integrations._hook import hook, hooked, unhook
+from fdora.integrations._hook import unhook
 from fdora.integrations._peft.ahead import calls_of
 from fdora.integrations._peft.banks import LayerBank, banks_of, put_banks
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
-from fdora.integrations._peft.calls import active
-from fdora.integrations._peft.dora import Dora, ours, reused
-from fdora.integrations._peft.layer import Linear, fuse_layer, unfuse_layer
-from fdora.integrations._peft.quantised import FP8, family, warn_of
+from fdora.integrations._peft.dora import Dora, ours
+from fdora.integrations._peft.layer import fuse_layer, unfuse_layer
+from fdora.integrations._peft.norms import hook_layers
+from fdora.integrations._peft.quantised import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.rounded import record, round_base, tied, unround
-from fdora.integrations._peft.sharded import gathers, lies_on_mesh, parts_of
-from fdora.integrations._peft.variants import OURS, LinearVariant, own_norm, warn_of_groups
-from fdora.integrations._shard import lies_in_rows
-from fdora.quant import QuantWeight
-from fdora.quant.codes8 import in_trees
+from fdora.integrations._peft.sharded import gathers
+from fdora.integrations._peft.variants import OURS, own_norm, warn_of_groups
 
 __all__ = [
     "LayerBank",
@@ -126,37 +121,36 @@ def use_fdora(
         one, or ``compute`` meets a merged adapter or a GPU without 8-bit products. With ``detach=False`` a quantised layer
         raises when it runs.
     """
-    found, layers, wrong = False, _layers("use_fdora", model), []
+    layers, wrong = _layers("use_fdora", model), []
     _check_mode("use_fdora", dropout_mode)
     _check_compute(layers, compute, grad_compute, transposed, keep)
     unfuse_blocks(model)
     unhook(model)
     shared = tied(model) if compute else set()
     for path, layer in layers:
-        why = _round(layer, shared, keep) if compute else ""
         for name, variant in list(layer.lora_variant.items()):
             if type(variant) in OURS:
-                variant = layer.lora_variant[name] = OURS[type(variant)](variant)
-            if isinstance(variant, Dora):
-                found = True
-                variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
-                variant.compute, variant.grad_compute, variant.transposed = compute, grad_compute, transposed
-                variant.why_decoded = why
-                variant.keep(layer)
-                fuse_layer(layer)
-                if isinstance(variant, LinearVariant) and variant.misread(layer) is not None:
-                    wrong.append(path)
+                layer.lora_variant[name] = OURS[type(variant)](variant)
+        why = round_base(layer.get_base_layer(), shared, keep) if compute and ours(layer) else ""
+        for variant in ours(layer):
+            variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
+            variant.compute, variant.grad_compute, variant.transposed = compute, grad_compute, transposed
+            variant.why_decoded = why
+            variant.keep(layer)
+            fuse_layer(layer)
+            if variant.misread(layer) is not None:
+                wrong.append(path)
     if wrong:
         warn_of(len(wrong), wrong[0])
     grouped = [path for path, layer in layers if own_norm(layer)]
     if grouped:
         warn_of_groups(len(grouped), grouped[0])
-    if not found:
+    if not any(ours(layer) for _, layer in layers):
         raise FdoraError(
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "
             "Make it with LoraConfig(use_dora=True), and call this after get_peft_model or load_adapter."
         )
-    _hook(model, norms_on_shards)
+    hook_layers(model, [layer for _, layer in layers], norms_on_shards)
     record(model, _tuners(model))
     for tuner in _tuners(model):
         tuner.__dict__[HOOKS] = partial(_hooks, tuner)
@@ -220,29 +214,29 @@ def enable(dropout_mode: Literal["peft", "lora"] = "peft") -> None:
     :func:`disable`. Models that exist already do not change, here or there. ``dropout_mode`` is that of :func:`use_fdora`.
     """
     _check_mode("enable", dropout_mode)
-    Dora.MADE_WITH = dropout_mode
-    for stock, variant in OURS.items():
-        setattr(variants, stock.__name__, variant)
+    _register(dropout_mode, {stock.__name__: variant for stock, variant in OURS.items()})
 
 
 def disable() -> None:
     """Undo :func:`enable`. Models made meanwhile keep running through fdora: :func:`restore` them one by one."""
-    Dora.MADE_WITH = "peft"
-    for stock in OURS:
-        setattr(variants, stock.__name__, stock)
+    _register("peft", {stock.__name__: stock for stock in OURS})
 
 
 @contextmanager
 def enabled(dropout_mode: Literal["peft", "lora"] = "peft") -> Iterator[None]:
     """:func:`enable` for a block: ``with enabled(): model = PeftModel.from_pretrained(base, path)``."""
-    before, mode = {stock.__name__: getattr(variants, stock.__name__) for stock in OURS}, Dora.MADE_WITH
+    before = Dora.MADE_WITH, {stock.__name__: getattr(variants, stock.__name__) for stock in OURS}
     enable(dropout_mode)
     try:
         yield
     finally:
-        Dora.MADE_WITH = mode
-        for name, variant in before.items():
-            setattr(variants, name, variant)
+        _register(*before)
+
+
+def _register(mode: Literal["peft", "lora"], kinds: dict[str, Any]) -> None:
+    Dora.MADE_WITH = mode
+    for name, kind in kinds.items():
+        setattr(variants, name, kind)
 
 
 def report(model: nn.Module) -> Report:
@@ -340,77 +334,6 @@ def write_banks(model: Model, banks: dict[str, LayerBank]) -> Model:
     return model
 
 
-def _hook(model: nn.Module, on_shards: bool) -> None:
-    """On what is called. A PeftModel calls the model inside or, for a task, only its forward; generate calls that as well."""
-    roots: list[nn.Module] = [model]
-    if isinstance(model, PeftModel):
-        inner = model.get_base_model()
-        roots = [inner] if type(model).forward is PeftModel.forward else [model, inner]
-    layers = [layer for _, layer in _layers("use_fdora", model) if type(layer) is Linear]  # those that norms_of may list
-    kepts = []
-    for layer in layers:
-        for variant in ours(layer):
-            variant.kept.base, variant.kept.layer = weakref.ref(layer._modules["base_layer"]), weakref.ref(layer)
-            kepts.append(variant.kept)
-    if kepts:
-        linears = [weakref.ref(layer) for layer in layers]
-        shards = (lambda known: shards_of([each() for each in linears], known)) if on_shards else None
-        hook(model, [m for m in roots if not isinstance(m, LoraLayer)], kepts, norms_of, shards)
-
-
-def with_norms(layers: Iterable[Any]) -> Iterator[tuple[Any, nn.Linear, str, Dora]]:
-    """Those of these modules whose norm is of W as it stands, with their base layer, active adapter and its variant."""
-    for layer in layers:
-        pair = active(layer) if type(layer) is Linear and reused(layer) and not layer.fan_in_fan_out else None
-        base: Any = None if pair is None else layer._modules["base_layer"]
-        if pair is not None and (type(base) is nn.Linear or family(base) == FP8):
-            yield layer, base, *pair
-
-
-def norms_of(layers: Iterable[Any]) -> list[tuple[Any, Any, Tensor, Tensor, float]]:
-    """Those of these modules whose norms can be computed together: KeptNorm, W, A, B and s of each."""
-    found: list[tuple[Any, Any, Tensor, Tensor, float]] = []
-    for layer, _, name, variant in with_norms(layers):
-        weights, s = weights_of(layer, name, variant), layer.scaling[name]
-        if (
-            weights is None
-            or isinstance(s, Tensor)
-            or any(t.is_inference() for t in weights if isinstance(t, Tensor))
-            or select_backend(weights[0]).name != "triton"
-        ):
-            continue
-        found.append((variant.kept, *weights, s))
-    return found
-
-
-def weights_of(layer: Any, name: str, variant: Any) -> tuple[Any, Tensor, Tensor] | None:
-    """W, A and B as the layer will ask for their norm; under tensor parallelism those of this process."""
-    base = layer._modules["base_layer"].weight
-    if lies_on_mesh(base):
-        parts = parts_of(base, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_magnitude_vector[name].weight)
-        sliced = parts is None or any([cut.length >= 0 for cut in parts.cuts[:2]])  # others in each call
-        return None if parts is None or sliced else parts.kept()
-    w = variant.weights(layer, name)
-    return None if isinstance(w, str) or (isinstance(w.W, QuantWeight) and not in_trees(w.W)) else (w.W, w.A, w.B)
-
-
-def shards_of(layers: Iterable[Any], known: Container[int]) -> list[tuple[Any, Any, Any, Any, float]]:
-    """The same of layers that FSDP2 keeps in shards now: KeptNorm, and shards of W, A and B, and s.
-
-    Asked in every forward, so of few attributes. ``known`` are ids of shards that lay in rows when they were listed before.
-    """
-    found: list[tuple[Any, Any, Any, Any, float]] = []
-    for layer, base, name, variant in with_norms(layers):
-        if hooked(base):
-            continue
-        s = layer.scaling[name]
-        parts = (base, layer._modules["lora_A"]._modules[name], layer._modules["lora_B"]._modules[name])
-        W, A, B = shards = [part._parameters.get("weight") for part in parts]
-        if all([id(t) in known or (t is not None and lies_in_rows(t)) for t in shards]) and not isinstance(s, Tensor):
-            found.append((variant.kept, W, A, B, s))
-    return found
-
-
 def _no_magnitude(name: str, why: str) -> FdoraError:
     return FdoraError(f"fdora.init_magnitude: `model` must have DoRA layers that fdora runs, got `{name}`: {why}.")
 
@@ -442,12 +365,6 @@ def _check_compute(layers: list[tuple[str, Any]], compute: Any, grad_compute: An
                 f"fdora.use_fdora: `compute` must be None on this GPU, got 'fp8' on {torch.cuda.get_device_name(device)}. "
                 "It needs an NVIDIA GPU of sm_89 or newer."
             )
-
-
-def _round(layer: Any, shared: set[int], keep: str | None) -> str:
-    """Round the base weight of a layer that has a DoRA adapter; or why it stays."""
-    dora = [v for v in layer.lora_variant.values() if isinstance(v, Dora) or type(v) in OURS]
-    return round_base(layer.get_base_layer(), shared, keep) if dora else ""
 
 
 def _layers(fn: str, model: nn.Module) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from fdora._records import DropoutMode
 from fdora.functional import DoraParams, dora_linear_multi, dora_stack, select_backend
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import Dora, paused
-from fdora.integrations._peft.fast_path import CODES, FUSED, Call, unfit
+from fdora.integrations._peft.fast_path import Call, unfit
 from fdora.integrations._peft.quantised import FP8, compute_dtype, decoded
 from fdora.integrations._peft.sharded import LISTENED, leaf, listened
 
@@ -100,15 +100,15 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
 
 def quantised(x: Tensor, base: Any, kind: str, call: Call) -> Call | str:
     """The call, with the weight of a base layer of this kind."""
-    variant, _, A, B, m, bias, s, p, mode, *_ = call
-    dtype = compute_dtype(base, kind, x)
+    variant, dtype = call.variant, compute_dtype(base, kind, x)
     quant = variant.held.of(base, kind, x.dtype if kind == FP8 else dtype, variant.transposed)
     if isinstance(quant, str):
         return quant
+    m = call.m
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
         m = m.float()
-    compute = computed(variant, decoded(quant, x, mode)) if variant.compute else None
-    return Call(variant, quant, A, B, m, bias, s, p, mode, dtype, compute)
+    compute = computed(variant, decoded(quant, x, call.mode)) if variant.compute else None
+    return call._replace(W=quant, m=m, dtype=dtype, compute=compute)
 
 
 def computed(variant: Any, why: str) -> Any:
@@ -129,9 +129,9 @@ def drawable(dropout: Any) -> bool:
 
 
 class Member(NamedTuple):
-    """One adapter of a layer."""
+    """One adapter of a layer. Of plain LoRA m and c are ones, with which g is 1."""
 
-    params: DoraParams  # m None: plain LoRA
+    params: DoraParams
     s: float
     call: Call | None
     """Of a DoRA adapter."""
@@ -157,15 +157,14 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
             return why
     ids = torch.tensor([used.index(name) if name in found else -1 for name in names], device=x.device)
     ids = ids.view(-1, *[1] * (x.dim() - 2)).expand(x.shape[:-1])
-    params, c = of_one_dtype(members, W), torch.stack([norm_of(each, calls[0]) for each in members])
+    wide = torch.promote_types(W.dtype, torch.float32)
+    c = torch.stack([params.m.to(wide) if call is None else call.norm() for params, _, call in members])
     for call in calls:
-        call.variant.count(FUSED)
-        if call.compute:
-            call.variant.count(CODES)
+        call.tally()
     y = dora_linear_multi(
         x if dtype is None else x.to(dtype),
         W,
-        *dora_stack(params),
+        *dora_stack(of_one_dtype([each.params for each in members])),
         s=[each.s for each in members],
         ids=ids,
         norm=c,
@@ -195,24 +194,15 @@ def member_of(module: Any, x: Tensor, name: str) -> Member | str:
     s = module.scaling[name]
     if isinstance(s, Tensor):
         return "a scaling that is a tensor (prepare_model_for_compiled_hotswap)"
-    return Member(DoraParams(lora_A.weight, lora_B.weight, None), s, None)  # type: ignore[arg-type]
+    A, B = lora_A.weight, lora_B.weight
+    return Member(DoraParams(A, B, torch.ones(B.shape[0], device=B.device, dtype=torch.float32)), s, None)
 
 
-def of_one_dtype(members: list[Member], W: Any) -> list[DoraParams]:
-    """Parameters that can be a bank: the wider dtype where they differ, which is exact; m of ones for plain LoRA."""
-    ones = torch.ones(W.shape[0], device=W.device, dtype=torch.float32)
-    whole = [p if p.m is not None else p._replace(m=ones) for p, _, _ in members]
+def of_one_dtype(whole: list[DoraParams]) -> list[DoraParams]:
+    """Parameters that can be a bank: the wider dtype where they differ, which is exact."""
     for part in range(3):
         dtypes = {p[part].dtype for p in whole}
         if len(dtypes) > 1:
             wide = torch.float64 if torch.float64 in dtypes else torch.float32
             whole = [DoraParams(*(t.to(wide) if i == part else t for i, t in enumerate(p))) for p in whole]
     return whole
-
-
-def norm_of(member: Member, like: Call) -> Tensor:
-    """c (N,): the one that the adapter keeps; ones for plain LoRA, with which g is 1."""
-    if member.call is not None:
-        return member.call.norm()
-    dtype = torch.float64 if like.W.dtype == torch.float64 else torch.float32
-    return torch.ones(like.W.shape[0], device=like.W.device, dtype=dtype)

@@ -96,6 +96,10 @@ class Dora:
         """c, whose gradient reaches A and B where use_fdora was asked for that."""
         return c if self.detach else attached("use_fdora", c, W, A, B, s, select_backend(W).name)
 
+    def misread(self, module: Any) -> Any:
+        """The base weight as it is, where its owner, and so PEFT, reads another; else None."""
+        return None
+
     def drops(self, module: Any, adapter: str) -> bool:
         """Whether dropout changes what the layer computes now."""
         return bool(module.training) and not isinstance(module.lora_dropout[adapter], nn.Identity)

@@ -58,6 +58,12 @@ class Call(NamedTuple):
             return None
         return self.variant.tail.take(layer, x, self.W.shape[0])
 
+    def tally(self) -> None:
+        """Count it where the layer counts what ran."""
+        self.variant.count(FUSED)
+        if self.compute:
+            self.variant.count(CODES)
+
     def norm(self, full: bool = False) -> Tensor:
         """With its gradient where use_fdora was asked for that; ``full``: the value, of which the layer takes it on itself."""
         variant, W, A, B, s = self.variant, self.W, self.A, self.B, self.s
@@ -80,11 +86,8 @@ def layers_of(calls: Sequence[Call], norms: Sequence[Any]) -> list[DoraLayer]:
     """What one call takes of them. They are counted."""
     layers = []
     for call, c in zip(calls, norms, strict=True):
-        variant, W, A, B, m, bias, s, *_ = call
-        variant.count(FUSED)
-        if call.compute:
-            variant.count(CODES)
-        layers.append(DoraLayer(W, A, B, m, s, bias, c))
+        call.tally()
+        layers.append(DoraLayer(call.W, call.A, call.B, call.m, call.s, call.bias, c))
     return layers
 
 
@@ -259,9 +262,8 @@ def _refusal(x: Tensor, call: Call) -> str:
     return ""
 
 
-def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dtype: torch.dtype | None) -> str:
-    """Why no call takes these tensors; m is None of plain LoRA."""
-    m = B.new_empty(W.shape[0]) if m is None else m
+def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor, dtype: torch.dtype | None) -> str:
+    """Why no call takes these tensors."""
     if type(x) not in PLAIN:
         return f"the input is a {type(x).__name__}"
     device, quant = W.device, isinstance(W, QuantWeight)
@@ -270,21 +272,20 @@ def unfit(x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dtype: torc
             return "sharded parameters, or on several devices"
     if x.device != device or device.type == "meta":
         return "the input is on another device, or meta tensors"
-    w = served(W, W, A, B, m)
-    if isinstance(w, str):
-        return w
-    if dtype is None and x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+    why = dtypes(W, A, B, m) or shapes(W, A, B, m)
+    if not why and dtype is None and x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
         return f"a {x.dtype} input for a {W.dtype} base weight"
-    return ""
+    return why
 
 
-class Weights:
+class Weights(NamedTuple):
     """Views in nn.Linear's layout: W (N, K), A (r, K), B (N, r), m (N,). owner is the tensor that W was made from."""
 
-    __slots__ = ("A", "B", "W", "m", "owner")
-
-    def __init__(self, owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor):
-        self.owner, self.W, self.A, self.B, self.m = owner, W, A, B, m
+    owner: Any
+    W: Tensor | QuantWeight
+    A: Tensor
+    B: Tensor
+    m: Tensor
 
 
 def obstacle(*tensors: Any) -> str:
@@ -304,17 +305,17 @@ def obstacle(*tensors: Any) -> str:
 
 
 def served(owner: Any, W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> Weights | str:
-    """The weights, if they are what dora_linear wants. Sharded ones come as pieces, of any shape."""
-    why = dtypes(W, A, B, m)
-    if why:
-        return why
-    if not (len(W.shape) == A.dim() == B.dim() == 2) or (m.shape, A.shape, B.shape) != (
-        (W.shape[0],),
-        (B.shape[1], W.shape[1]),
-        (W.shape[0], A.shape[0]),
-    ):
-        return "parameters of other shapes (sharded)"
-    return Weights(owner, W, A, B, m)
+    """The weights, if they are what dora_linear wants."""
+    return obstacle(W, A, B, m) or dtypes(W, A, B, m) or shapes(W, A, B, m) or Weights(owner, W, A, B, m)
+
+
+def shapes(W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> str:
+    """Why these are not the weights of one layer; empty where they are. Sharded ones come as pieces, of any shape."""
+    if len(W.shape) == A.dim() == B.dim() == 2:
+        (N, K), r = W.shape, A.shape[0]
+        if (A.shape, B.shape, m.shape) == ((r, K), (N, r), (N,)):
+            return ""
+    return "parameters of other shapes (sharded)"
 
 
 def dtypes(W: Tensor | QuantWeight, A: Tensor, B: Tensor, m: Tensor) -> str:

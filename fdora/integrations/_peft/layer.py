@@ -21,8 +21,9 @@ from fdora.integrations._hook import hooked
 from fdora.integrations._peft.calls import active, call_of, mixed, note
 from fdora.integrations._peft.dora import Dora, forget, ours, paused, release
 from fdora.integrations._peft.fast_path import FUSED, Weights, eligibility, keep_route, ready, run
+from fdora.integrations._peft.mesh import lies_on_mesh, on_mesh
 from fdora.integrations._peft.quantised import FP8, Merging, family, refuse_merge
-from fdora.integrations._peft.sharded import LISTENED, lies_on_mesh, on_mesh
+from fdora.integrations._peft.sharded import LISTENED, modules_of
 
 
 class Layer(nn.Module):
@@ -217,7 +218,7 @@ def not_looked_up(module: Any, base: Any, magnitude: Any) -> str:
     if type(base) is not nn.Embedding:
         return f"a {type(base).__name__} in the place of a torch.nn.Embedding"
     if type(magnitude) is not dora.DoraEmbeddingLayer or hooked(magnitude) or hooked(base):
-        return "hooks on the layer's parts"
+        return LISTENED
     if base.max_norm is not None:
         return "max_norm, which rewrites the base weight"
     if base.scale_grad_by_freq:
@@ -244,14 +245,14 @@ class Conv(Whole):
 
 def not_convolved(module: Any, name: str, base: Any, n: int) -> str:
     """Why more, or something else, happens in this layer than three convolutions with one geometry."""
-    lora_A, lora_B, magnitude = (part[name] for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector))
+    lora_A, lora_B, magnitude = modules_of(module, name)
     for part in (base, lora_A, lora_B):
         if type(part) is not CONVS[n - 1]:
             return f"a {type(part).__name__} in the place of a torch.nn.Conv{n}d"
         if hooked(part):
-            return "hooks on the layer's parts"
+            return LISTENED
     if type(magnitude) is not MAGNITUDE[n - 1] or hooked(magnitude):
-        return "hooks on the layer's parts"
+        return LISTENED
     if base.padding_mode != "zeros":
         return "a padding mode, which PEFT's adapter does not have"
     if lora_A.stride != base.stride or lora_A.padding != base.padding or lora_A.bias is not None or lora_B.bias is not None:

@@ -1,28 +1,25 @@
 """The blocks of a model that fdora knows. blocks.py runs their layers in one call.
 
 A block is known by all of the code that would run, not by a name or a piece of source: its forward is written down here as it
-is written there, and the bytecode is compared. A function is looked at as it is: what ``functools.wraps`` says about it is not
-followed. Only transformers' own decorator that renames an argument is looked through (:func:`undecorated`). What is not known,
-or what somebody patched, is left alone. Two things are of an open class, of which no list can be written: an attention that
-gives q, k and v the same x (:func:`shares_x`), and what follows the last layer of an attention or an MLP (:func:`chain`). These
-are read from the syntax tree of the code that runs.
+is written there, and the bytecode is compared (code.py). What is not known, or what somebody patched, is left alone. Two
+things are of an open class, of which no list can be written: an attention that gives q, k and v the same x (:func:`shares_x`),
+and what follows the last layer of an attention or an MLP (:func:`chain`). These are read from the syntax tree of the code that
+runs.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import nn
-from transformers import activations, modeling_layers
-from transformers.utils import deprecation
+from transformers import activations
 
 from fdora.integrations._hook import hooked
+from fdora.integrations._peft.code import beneath, how_of, tree_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -41,20 +38,6 @@ def gated(self, x):
 def gated_and_named(self, x):
     y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return y
-
-
-def code_of(function: Any) -> CodeType | None:
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-KIND = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def body(code: CodeType) -> tuple[Any, ...]:
-    """What a function does, but for its constants. Names of local variables do not matter."""
-    arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & KIND)
-    return code.co_code, code.co_names, code.co_nlocals, code.co_freevars, code.co_cellvars, arguments
 
 
 def act_of(act: Any) -> str | None:
@@ -98,8 +81,7 @@ def shares_x(function: Any) -> bool:
     tree = tree_of(function)
     if tree is None or not tree.args.args:
         return False
-    holds = [any(is_projection(node) for node in ast.walk(part)) for part in tree.body]
-    spots = [i for i, found in enumerate(holds) if found]
+    spots = [i for i, part in enumerate(tree.body) if any(map(is_projection, ast.walk(part)))]
     parts = tree.body[spots[0] : spots[-1] + 1] if spots else []
     nodes = [node for part in parts for node in ast.walk(part)]
     if not all(isinstance(part, STATEMENTS) for part in parts) or any(isinstance(node, MAYBE) for node in nodes):
@@ -117,70 +99,9 @@ def is_projection(node: ast.AST) -> bool:
 
 
 STATEMENTS = (ast.Assign, ast.AnnAssign, ast.Expr)
+LATER = (ast.Yield, ast.YieldFrom, ast.Await, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What is in one of these runs never, later or often, or is assigned there.
-MAYBE = (
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.IfExp,
-    ast.BoolOp,
-    ast.NamedExpr,
-    ast.Await,
-    ast.Yield,
-    ast.YieldFrom,
-)
-
-
-def renaming() -> CodeType | None:
-    """The code of every function that transformers' ``deprecate_kwarg`` returns."""
-    decorate = getattr(deprecation, "deprecate_kwarg", None)
-    return None if decorate is None else code_of(decorate("old", version="1000.0.0", new_name="new")(renaming))
-
-
-RENAMING = renaming()
-
-
-def undecorated(function: Any) -> Any:
-    """The function that runs behind ``deprecate_kwarg``: that of the wrapper's closure, which ``__wrapped__`` need not be."""
-    while RENAMING is not None and code_of(function) is RENAMING:
-        function = inspect.getclosurevars(function).nonlocals.get("func")
-    return function
-
-
-def tree_of(function: Any) -> ast.FunctionDef | None:
-    """The syntax tree, if the source that is found compiles to the very code that runs."""
-    code = code_of(undecorated(function))
-    if code is None:
-        return None
-    try:
-        lines, _ = inspect.findsource(code)  # of the code, not of the function: that would follow __wrapped__
-        file = ast.parse("".join(lines))  # the whole file: the bytecode of a function depends on imports around it
-        made = compile(file, code.co_filename, "exec", dont_inherit=True)
-    except (OSError, SyntaxError):  # made by hand, or the file has changed since
-        return None
-    if not any(same(each, code) for each in nested(made) if each.co_firstlineno == code.co_firstlineno):
-        return None
-    trees = [node for node in ast.walk(file) if isinstance(node, ast.FunctionDef)]
-    first = [min([tree.lineno, *(d.lineno for d in tree.decorator_list)]) for tree in trees]
-    return next((tree for tree, line in zip(trees, first, strict=True) if line == code.co_firstlineno), None)
-
-
-def nested(code: CodeType) -> Iterator[CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from nested(each)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Two constants, or two code objects that differ in nothing but their lines."""
-    if not (isinstance(a, CodeType) and isinstance(b, CodeType)):
-        return type(a) is type(b) and bool(a == b)
-    if (a.co_name, a.co_varnames, len(a.co_consts), body(a)) != (b.co_name, b.co_varnames, len(b.co_consts), body(b)):
-        return False
-    return all(map(same, a.co_consts, b.co_consts))
+MAYBE = (*LATER, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp, ast.NamedExpr)
 
 
 @cache
@@ -195,43 +116,30 @@ def chain(function: Any) -> tuple[str, ...]:
     nodes = [] if tree is None else list(ast.walk(tree))[1:]
     if tree is None or not tree.args.args or any(isinstance(node, LATER) for node in nodes):
         return ()
-    me, attributes = tree.args.args[0].arg, [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    *before, last = tree.body
-    if not isinstance(last, ast.Return) or sum(isinstance(node, ast.Return) for node in nodes) != 1:
+    if sum(isinstance(node, ast.Return) for node in nodes) != 1:
         return ()
-    given: Any = last.value
-    value, *rest = given.elts if isinstance(given, ast.Tuple) and given.elts else [given]
-    others = {node.id for each in rest for node in ast.walk(each) if isinstance(node, ast.Name)}
+    me, attributes = tree.args.args[0].arg, [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    value: ast.AST | None
+    match tree.body:
+        case [*before, ast.Return(ast.Tuple([value, *rest]))]:
+            others = {node.id for each in rest for node in ast.walk(each) if isinstance(node, ast.Name)}
+        case [*before, ast.Return(value)]:
+            others = set()
+        case _:
+            return ()
     found: list[str] = []
-    while isinstance(value, (ast.Name, ast.Call)):
-        name = called(value, me)
-        if name is not None and attributes.count(name) == 1:
-            found.append(name)
-            value = value.args[0]  # type: ignore[union-attr]
-        elif isinstance(value, ast.Name) and before and is_assigned(before[-1], value.id) and value.id not in others:
-            value = before.pop().value  # type: ignore[attr-defined]
-        else:
-            break
-    return tuple(found)
-
-
-LATER = (ast.Yield, ast.YieldFrom, ast.Await, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def called(node: ast.AST | None, me: str) -> str | None:
-    """The module of ``self.module(x)``."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.func, ast.Attribute):
-        return None
-    of = node.func.value
-    return node.func.attr if isinstance(of, ast.Name) and of.id == me and not isinstance(node.args[0], ast.Starred) else None
-
-
-def is_assigned(node: ast.AST, name: str) -> bool:
-    """Whether a statement is ``name = ...``."""
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-        return False
-    target = node.targets[0]
-    return isinstance(target, ast.Name) and target.id == name
+    while True:
+        match value, before[-1:]:
+            case ast.Call(ast.Attribute(ast.Name(owner), name), [x], []), _ if owner == me and attributes.count(name) == 1:
+                if isinstance(x, ast.Starred):
+                    return tuple(found)
+                found.append(name)
+                value = x
+            case ast.Name(name), [ast.Assign([ast.Name(target)], given)] if name == target and name not in others:
+                value = given
+                before.pop()
+            case _:
+                return tuple(found)
 
 
 class Branch(NamedTuple):
@@ -355,37 +263,6 @@ BLOCKS: tuple[tuple[Any, Block], ...] = (
 
 def block_of(function: Any) -> Block | None:
     return how_of(beneath(function), BLOCKS)
-
-
-def how_of(function: Any, known: Sequence[tuple[Any, Any]]) -> Any:
-    """What stands beside the form that a function is written in; None where it is none of these."""
-    return next((how for form, how in known if is_written(function, form)), None)
-
-
-def beneath(function: Any) -> Any:
-    """The forward that a layer of transformers was written with, where its base class has put checkpointing around it."""
-    code = code_of(function)
-    if code is None or not any(code is each for each in wrappers()):
-        return function
-    return function.__closure__[code.co_freevars.index("forward")].cell_contents
-
-
-@cache
-def wrappers() -> tuple[CodeType, ...]:
-    """The code itself: one that looks like it is another."""
-    made = getattr(modeling_layers.GradientCheckpointingLayer.__init_subclass__, "__code__", None)
-    return () if made is None else tuple(code for code in nested(made) if "forward" in code.co_freevars)
-
-
-def is_written(function: Any, known: Any) -> bool:
-    """Whether a function has the bytecode, the constants (a docstring is the first of them) and the defaults of a known one."""
-    code = code_of(function)
-    return code is not None and all_of(function, code) == all_of(known, known.__code__)
-
-
-def all_of(function: Any, code: CodeType) -> tuple[Any, ...]:
-    defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
-    return body(code), code.co_consts[1:], *defaults
 
 
 # The forward of LayerScale, by the name of its parameter.

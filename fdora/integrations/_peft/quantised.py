@@ -135,34 +135,29 @@ def sources(base: Any, kind: str) -> tuple[Any, ...]:
     if kind == BNB4:
         state = state_of(base)
         return base.weight, state, getattr(state, "absmax", None), getattr(state, "packing_format_for_cpu", False)
-    if kind == BNB8:
-        return base.weight, scb_of(base)
+    if kind == BNB8:  # row maxima: of the parameter until the first forward, of the state after it
+        scb = getattr(base.weight, "SCB", None)
+        return base.weight, base.state.SCB if scb is None else scb
     if kind == HQQ:
         meta = base.meta or {}
         return base.W_q, meta.get("scale"), meta.get("zero")
     return (base.weight, scale_of(base)) if kind == FP8 else (base.weight,)
 
 
-def scb_of(base: Any) -> Any:
-    """Row maxima: of the parameter until the first forward, of the state after it."""
-    scb = getattr(base.weight, "SCB", None)
-    return base.state.SCB if scb is None else scb
-
-
 def weight_of(base: Any, kind: str, dtype: torch.dtype | None) -> QuantWeight | str:
     """Or why there is none. None is the dtype that the format says; a weight that nobody can decode any more is an error."""
+    weight, *rest = sources(base, kind)
     try:
         if kind == BNB4:
-            state = state_of(base)
-            W = from_bnb(base.weight, state)
+            W = from_bnb(weight, rest[0])
         elif kind == BNB8:
-            W = from_bnb_int8(base.weight, scb_of(base))
+            W = from_bnb_int8(weight, *rest)
         elif kind == FP8:
             W = of_codes(base)
         else:
-            W = from_hqq(base) if kind == HQQ else from_torchao(base.weight)
+            W = from_hqq(base) if kind == HQQ else from_torchao(weight)
     except FdoraError as error:
-        if kind == BNB4 and getattr(state, "packing_format_for_cpu", False):
+        if kind == BNB4 and rest[2]:  # packed
             raise
         return f"a weight that cannot be read: {error}"
     return W if dtype in (None, W.dtype) else W.to(dtype=dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fdora import FdoraError
+from fdora._command import align
 from fdora._records import DropoutMode
 from fdora._torch import PLAIN
 from fdora.functional import Explanation, dora_linear, select_backend
@@ -18,6 +19,7 @@ from fdora.integrations._peft.dora import COMPOSED, Dora
 from fdora.integrations._peft.fast_path import CODES, FUSED
 from fdora.integrations._peft.fast_path import dtypes as unserved
 from fdora.integrations._peft.quantised import WeightCache, family
+from fdora.integrations._peft.sharded import modules_of, weight_of
 from fdora.integrations._peft.variants import OURS
 from fdora.quant import QuantWeight
 
@@ -81,10 +83,8 @@ class Report(list[Row]):
 
     def __str__(self) -> str:
         head = ("module", "adapter", "N x K", "r", "backend", "fused", "composed", "stock", "weight", "saved/call", "")
-        table = [head, *map(cells, self)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         reasons = dict.fromkeys(f"{row.backend}: {row.why}" for row in self)
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines = align([head, *map(cells, self)], range(len(head)))
         return "\n".join([*lines, *reasons, *on_dropout(self), *on_compute(self), *advice(*self.gathers)])
 
     def explain(self, tokens: int = 4096, gpu: str | None = None) -> str:
@@ -188,7 +188,7 @@ def layout(layer: Any, adapter: str, shape: tuple[int, int]) -> Layout | None:
         return None
     base, dropout = layer.get_base_layer(), layer.lora_dropout[adapter]
     W, bias = getattr(base, "weight", None), getattr(base, "bias", None)
-    A, B, m = (part[adapter].weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector))
+    A, B, m = map(weight_of, modules_of(layer, adapter))
     if W is None or type(W) not in PLAIN or unserved(W, A, B, m):
         return None
     p = float(dropout.p) if type(dropout) is nn.Dropout and layer.training else 0.0
@@ -245,13 +245,11 @@ def bare(shape: Sequence[int], dtype: torch.dtype, trained: bool) -> Any:
 def summed(planned: list[tuple[int, Explanation]]) -> str:
     """Of all layers, each explanation as often as there are layers of it."""
 
-    def total(*values: float) -> float:
-        return sum(count * value for (count, _), value in zip(planned, values, strict=True))
+    def total(what: str) -> float:
+        return sum(count * getattr(said, what) for count, said in planned)
 
-    seconds = [said.seconds for _, said in planned]
-    time = "" if None in seconds else f", at least {1e3 * total(*seconds):.3f} ms"  # type: ignore[arg-type]
-    flops, moved, new = (total(*[getattr(said, what) for _, said in planned]) for what in ("flops", "bytes", "new_bytes"))
-    outputs = total(*[sum(t.nbytes for t in said.kept if t.whose == "output") for _, said in planned])
-    kept = f"keeps {new / 2**20:.2f} MiB for backward, and {outputs / 2**20:.2f} MiB of outputs"
-    layers = sum(count for count, _ in planned)
-    return f"all {layers} layers: {flops / 1e9:.3f} GFLOP, {moved / 2**20:.2f} MiB moved{time}; {kept}"
+    time = "" if any(said.seconds is None for _, said in planned) else f", at least {1e3 * total('seconds'):.3f} ms"
+    outputs = sum(count * t.nbytes for count, said in planned for t in said.kept if t.whose == "output")
+    kept = f"keeps {total('new_bytes') / 2**20:.2f} MiB for backward, and {outputs / 2**20:.2f} MiB of outputs"
+    work = f"{total('flops') / 1e9:.3f} GFLOP, {total('bytes') / 2**20:.2f} MiB moved"
+    return f"all {sum(count for count, _ in planned)} layers: {work}{time}; {kept}"

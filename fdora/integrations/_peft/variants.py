@@ -18,8 +18,9 @@ from fdora.functional.prepared import kernel_rows
 from fdora.integrations._peft.dora import Dora, ours
 from fdora.integrations._peft.fast_path import Weights, dtypes, obstacle, served
 from fdora.integrations._peft.layer import fuse_layer
+from fdora.integrations._peft.mesh import init_on_mesh, lies_on_mesh, put_magnitude
 from fdora.integrations._peft.quantised import BNB4, BNB8, FP8, WeightCache, dont_pack, family, look, mend, misread, of_codes
-from fdora.integrations._peft.sharded import gather, init_on_mesh, lies_on_mesh, put_magnitude, weight_of
+from fdora.integrations._peft.sharded import gather, modules_of, weight_of
 from fdora.quant import QuantWeight
 
 BITSANDBYTES = ("Params4bit", "Int8Params")
@@ -54,15 +55,14 @@ class LinearVariant(Dora, variants.DoraLinearVariant):
 
     def weights(self, module: Any, adapter: str, read: Any = weight_of) -> Weights | str:
         base = module.get_base_layer()
-        A, B, m = (read(part[adapter]) for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector))
+        A, B, m = map(read, modules_of(module, adapter))
         if self.look(base)[0] or quantised(base):
             found: Any = self.quantised(base, A, B, m)
         else:
             W = base.weight
             found = (W, self.kept.frozen(W) if W.requires_grad and not W.is_leaf else W)
-        why = found if isinstance(found, str) else obstacle(found[1], A, B, m)
-        if why:
-            return why
+        if isinstance(found, str):
+            return found
         owner, W = found
         transposed = getattr(module, "fan_in_fan_out", False) and isinstance(W, Tensor) and W.dim() == 2
         return served(owner, W.T if transposed else W, A, B, m)
@@ -155,7 +155,7 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         W = self.kept.frozen(module.get_base_layer().weight)
         A, B = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
         m = module.lora_magnitude_vector[adapter].weight
-        return obstacle(W, A, B, m) or served(W, W.T if W.dim() == 2 else W, A, B, m)
+        return served(W, W.T if W.dim() == 2 else W, A, B, m)
 
     def compose(self, module: Any, active_adapter: str, w: Weights, x: Tensor, result: Tensor) -> Tensor:
         s = module.scaling[active_adapter]
@@ -183,8 +183,7 @@ class ConvVariant(Dora):
     def weights(self, module: Any, adapter: str, W: Any = None) -> Weights | str:
         base = module.get_base_layer()
         W = self.kept.frozen(base.weight) if W is None else W
-        A, B = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        m = module.lora_magnitude_vector[adapter].weight
+        A, B, m = map(weight_of, modules_of(module, adapter))
         why = obstacle(W, A, B, m) or dtypes(W, A, B, m)
         if why or not W.dim() == A.dim() == B.dim():
             return why or "parameters of other shapes (sharded)"

@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fdora._command import mistakes, parser_of, writing
-from fdora.explain_model import align
+from fdora._command import align, mistakes, parser_of, writing
 from fdora.jobs.plan import Memory, Plan, Setup, card, plan, read_model
 from fdora.jobs.plan.adapters import read_adapters
 from fdora.jobs.plan.layout import Layout
