@@ -867,7 +867,7 @@ def document() -> str:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="also README.md and docs/benchmarks.md, where they are marked, and the pictures of docs/")
+    parser.add_argument("--readme", action="store_true", help="also what is marked in README.md and docs/, and its pictures")
     options = parser.parse_args(argv)
     PAGE.write_text(document())
     draw(FIGURE_FOLDER)

@@ -164,9 +164,9 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
 
 def to_save(ctx: Any, flat: Sequence[Tensor | None], n: int, specs: Specs) -> list[Tensor | None]:
     """The operands that save_for_backward takes. The node itself holds on to the others: parameters, all of a quantised W whose
-    codes are one, and norms that are views, as a model's are of its table. All of these outlive the node, and torch's checkpoint,
-    which runs three functions of Python for each saved tensor, would only find them again: 12 us each, of some hundred in a
-    decoder layer half. Seeds are saved, since a forward that is repeated may draw others."""
+    codes are one, and norms that are views, as a model's are of its table. All of these outlive the node, and torch's
+    checkpoint would only find them again, by three functions of Python for each saved tensor: 12 us, and half of the hundred
+    that a decoder layer saves. Seeds are saved, since a forward that is repeated may draw others."""
     own: list[Tensor | None] = [t if type(t) is Parameter and not t.is_inference() else None for t in flat]
     for at in range(4, n * WIDTH, WIDTH):
         c = flat[at]
