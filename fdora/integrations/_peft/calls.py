@@ -100,15 +100,15 @@ def call_of(module: Any, x: Tensor, name: str, variant: Dora) -> Call | str:
 
 def quantised(x: Tensor, base: Any, kind: str, call: Call) -> Call | str:
     """The call, with the weight of a base layer of this kind."""
-    variant, dtype = call.variant, compute_dtype(base, kind, x)
+    variant, _, A, B, m, bias, s, p, mode, *_ = call
+    dtype = compute_dtype(base, kind, x)
     quant = variant.held.of(base, kind, x.dtype if kind == FP8 else dtype, variant.transposed)
     if isinstance(quant, str):
         return quant
-    m = call.m
     if m.dtype not in (torch.float32, quant.dtype):  # PEFT takes it from a weight of the state's dtype
         m = m.float()
-    compute = computed(variant, decoded(quant, x, call.mode)) if variant.compute else None
-    return call._replace(W=quant, m=m, dtype=dtype, compute=compute)
+    compute = computed(variant, decoded(quant, x, mode)) if variant.compute else None
+    return Call(variant, quant, A, B, m, bias, s, p, mode, dtype, compute)  # Dynamo of torch 2.8 does not trace _replace
 
 
 def computed(variant: Any, why: str) -> Any:
