@@ -1,10 +1,14 @@
-"""What ``dora_linear(compute="fp8")`` loses of the output: x as 8-bit numbers, against float64 on the same decoded weight.
+"""What ``compute="fp8"`` loses: x (and dz) as 8-bit numbers, against float64 on the same decoded weight.
 
     python -m bench.fp8_error [--json FILE]
 
 Beside it what bfloat16 products lose, and what the weight's own 8 bits lose, which both share. On a CPU; the kernels compute
 the same numbers (tests/triton/test_fp8.py). The inputs: normal numbers; tokens of sizes from 1 to 1000; and as transformers
 have them, a few columns 50 times as large as the others.
+
+``outliers``: one column of x is so many times as large; errors are relative to the output without that column, which is what
+the others give. ``depth``: a stack of normed gated MLPs with residuals, W with scales of rows; errors of its state behind
+so many layers, and of the gradient of that layer's B of down, with 8-bit products forward, and both ways.
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from bench.suite import Suite
-from fdora.functional import dora_linear, dora_norm
+from fdora.functional import DoraLayer, dora_linear, dora_mlp, dora_norm
 from fdora.quant import quantize
 
 SCALES = {"tensor": None, "row": "row", "128 x 128": (128, 128)}
 INPUTS = ("normal", "tokens of many sizes", "large columns")
+OUTLIERS = (1, 10, 30, 100, 300, 1000)
+WAYS = {"bf16": {}, "fp8": {"compute": "fp8"}, "fp8 both ways": {"compute": "fp8", "grad_compute": "fp8"}}
 S = 2.0
 
 
@@ -31,22 +38,63 @@ def inputs(kind, M, K):
     return x.bfloat16()
 
 
-def errors(scale, kind, M, N, K, r):
-    """Relative, in the Frobenius norm: of "fp8", of bfloat16, and of the quantised weight against the one before."""
+def layer(scale, N, K, r):
+    """A dense W, and the layer of its codes."""
     dense = torch.randn(N, K) / K**0.5
     W = quantize(dense, "fp8", block=SCALES[scale], dtype=torch.bfloat16)
     A, B = torch.randn(r, K) / K**0.5, torch.randn(N, r) / (50 * r**0.5)
-    m = dora_norm(W, A, B, s=S) * (1 + 0.05 * torch.randn(N))
+    return dense, DoraLayer(W, A, B, dora_norm(W, A, B, s=S) * (1 + 0.05 * torch.randn(N)), S)
+
+
+def exact(x, la, W=None):
+    W = la.W.dequantize(torch.float64) if W is None else W
+    full = W.double() + S * la.B.double() @ la.A.double()
+    return x.double() @ ((la.m.double() / full.norm(dim=1))[:, None] * full).T
+
+
+def relative(found, truth, unit=None):
+    return ((found.double() - truth).norm() / (truth if unit is None else unit).norm()).item()
+
+
+def errors(scale, kind, M, N, K, r):
+    """In the Frobenius norm: of "fp8", of bfloat16, and of the quantised weight against the one before."""
+    dense, la = layer(scale, N, K, r)
     x = inputs(kind, M, K)
+    truth = exact(x, la)
+    lost = {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth) for how in ("fp8", None)}
+    return lost | {"weight": relative(exact(x, la, dense), truth)}
 
-    def exact(weight):
-        full = weight.double() + S * B.double() @ A.double()
-        return x.double() @ ((m.double() / full.norm(dim=1))[:, None] * full).T
 
-    truth = exact(W.dequantize(torch.float64))
-    lost = {how or "bf16": dora_linear(x, W, A, B, m, s=S, compute=how).double() - truth for how in ("fp8", None)}
-    lost["weight"] = exact(dense) - truth
-    return {how: (each.norm() / truth.norm()).item() for how, each in lost.items()}
+def with_outlier(scale, times, M, N, K, r):
+    _, la = layer(scale, N, K, r)
+    x = inputs("normal", M, K)
+    x[:, K // 2] = 0
+    unit = exact(x, la)
+    x[:, K // 2] = times * torch.randn(M).bfloat16()
+    truth = exact(x, la)
+    return {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth, unit) for how in ("fp8", None)}
+
+
+def by_depth(count, M, width, wide, r):
+    """Errors behind each of so many layers."""
+    shapes = ((wide, width), (wide, width), (width, wide))
+    stack = [[layer("row", *shape, r)[1] for shape in shapes] for _ in range(count)]
+    x, target = torch.randn(M, width), torch.randn(M, width)
+
+    def run(dtype, **how):
+        h, states, Bs = x.to(dtype), [], []
+        for three in stack:
+            if dtype == torch.float64:
+                three = [DoraLayer(la.W.dequantize(dtype), *(t.to(dtype) for t in la[1:4]), S) for la in three]
+            Bs.append(three[2].B.detach().requires_grad_())
+            h = h + dora_mlp(F.rms_norm(h, (width,)), *three[:2], three[2]._replace(B=Bs[-1]), **how)
+            states.append(h.detach())
+        return states, torch.autograd.grad((h * target.to(dtype)).sum(), Bs)
+
+    truth = run(torch.float64)
+    for way, how in WAYS.items():
+        for i, (h, dB) in enumerate(zip(*run(torch.bfloat16, **how), strict=True)):
+            yield {"layers": i + 1, "way": way, "h": relative(h, truth[0][i]), "dB": relative(dB, truth[1][i])}
 
 
 SIZES = (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16))
@@ -54,6 +102,7 @@ SIZES = (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16))
 
 OPTIONS = {
     **{f"--{name}": size for name, size in SIZES},
+    "--layers": (16, "of the stack"),
 }
 
 
@@ -62,6 +111,10 @@ def measure(run):
     torch.manual_seed(0)
     for kind, scale in run.cases(product(INPUTS, SCALES)):
         run.add({"x": kind, "scales": scale} | errors(scale, kind, *sizes.values()))
+    M, N, K, r = sizes.values()
+    for scale, times in product(SCALES, OUTLIERS):
+        run.add({"scales": scale, "times": times} | with_outlier(scale, times, M, N, K, r), part="outliers")
+    run.add(*by_depth(run.options.layers, M // 2, K // 8, N, r), part="depth")
     run.set(sizes=sizes)
 
 

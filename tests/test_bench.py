@@ -30,7 +30,7 @@ SMALL = {
     "quant": "--shapes 128x64 --M 4 --r 4 --runs 1 --ways " + ",".join((*quant.WAYS, *quant.CODED[1:5])),
     "quant_model": "--model tiny --layers 1 --S 8 --r 4 --runs 1",
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
-    "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4",
+    "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
     "full": "--tiny --runs 1",
     "embedding": "--runs 1 --tokens 8,16",
     "compose": "--runs 1",

@@ -41,6 +41,18 @@ def test_errors_of_8_bit_products():
             assert 100 * each == pytest.approx(float(number), rel=0.25), (kind, scale, found)
 
 
+def test_an_outlier_costs_the_others_nothing_and_depth_adds_up():
+    """What bench/NOTES.md says: a token's largest element is a code exactly; errors of layers are independent."""
+    from bench.fp8_error import by_depth, with_outlier
+
+    torch.manual_seed(0)
+    few, many = (with_outlier("row", times, 128, 256, 1024, 8)["fp8"] for times in (1, 100))
+    assert 0.02 < few < 0.03 and many < 1.1 * few
+    rows = {(row["way"], row["layers"]): row for row in by_depth(4, 64, 128, 192, 4)}
+    assert 1.6 < rows["fp8", 4]["h"] / rows["fp8", 1]["h"] < 2.4 and rows["bf16", 4]["h"] < rows["fp8", 1]["h"]
+    assert all(rows["fp8 both ways", i]["dB"] > rows["fp8", i]["dB"] > 3 * rows["bf16", i]["dB"] for i in range(1, 4))
+
+
 def formats():
     """Rows of another weight are a kind, and no format."""
     return weight.KINDS.keys() - {part.KIND}
