@@ -72,7 +72,8 @@ def padding_of(padding_idx: int | None, V: int) -> int:
 def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:
     """The sums at the last token of each number, as the columns of a coalesced tensor. The host waits to hear how many."""
     last = torch.cat([key[1:] != key[:-1], key.new_ones(1, dtype=torch.bool)]) & (key != padding)
-    places = last.nonzero().squeeze(1)
+    # explain's tensors have no numbers: as if all tokens differed
+    places = torch.arange(len(key), device="meta") if key.device.type == "meta" else last.nonzero().squeeze(1)
     (r, V), n = A.shape, places.shape[0]
     at = torch.stack([torch.arange(r, device=key.device).repeat_interleave(n), key[places].long().repeat(r)])
     values = sums[places].T.to(A.dtype).reshape(-1)

@@ -101,13 +101,13 @@ def merged(fn, norm):
     return fn, (W, A, B, draw(40) + 1), {"s": 2.0, "norm": norm_of(W, A, B) if norm else None}
 
 
-def embedded(axis=0, given=False):
+def embedded(axis=0, given=False, **more):
     """A table whose rows are those of a layer's weight, or its columns."""
     t = tensors(40, 48, 8, dtype=torch.float16, adapter=torch.float32)
     W, A, B = (t["W"].T.contiguous(), t["A"], t["B"]) if axis == 0 else (t["W"], t["B"].T, t["A"].T)
     leaves = [v.detach().requires_grad_() for v in (A, B, t["m"])]
     c = {"norm": torch.ones(40, device=device.NAME)} if given else {}
-    return F.dora_embedding, (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves), {"s": 2.0, "norm_axis": axis} | c
+    return F.dora_embedding, (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves), {"s": 2.0, "norm_axis": axis} | c | more
 
 
 def bank(M=80, G=3, needs=NEEDS, bias=False, norm=False, ids=False, ranks=None, plain=False, **options):
@@ -242,6 +242,7 @@ CALLS = {
     "an embedding": lambda: embedded(),
     "an embedding, norm given": lambda: embedded(given=True),
     "an embedding of a table of rows": lambda: embedded(axis=1),
+    "an embedding, a sparse gradient": lambda: embedded(sparse=True),
     "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
     "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
     "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
