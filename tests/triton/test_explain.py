@@ -107,7 +107,11 @@ def embedded(axis=0, given=False, **more):
     W, A, B = (t["W"].T.contiguous(), t["A"], t["B"]) if axis == 0 else (t["W"], t["B"].T, t["A"].T)
     leaves = [v.detach().requires_grad_() for v in (A, B, t["m"])]
     c = {"norm": torch.ones(40, device=device.NAME)} if given else {}
-    return F.dora_embedding, (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves), {"s": 2.0, "norm_axis": axis} | c | more
+    return (
+        F.dora_embedding,
+        (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves),
+        {"s": 2.0, "norm_axis": axis} | c | more,
+    )
 
 
 def bank(M=80, G=3, needs=NEEDS, bias=False, norm=False, ids=False, ranks=None, plain=False, **options):

@@ -182,7 +182,7 @@ def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fdora import _dispatch
-    from fdora.integrations import peft as switch
+    from fdora.integrations._peft import norms
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -190,7 +190,7 @@ def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):
 
     if device.NAME == "cpu":  # plain torch: Dynamo would trace the interpreter of kernels as well
         monkeypatch.setattr(_dispatch, "_forced", "auto")
-        monkeypatch.setattr(switch, "select_backend", lambda W: SimpleNamespace(name="triton"))
+        monkeypatch.setattr(norms, "select_backend", lambda W: SimpleNamespace(name="triton"))
     traced, part_of = [], _units.Unit.part_of
 
     def part(*args):
