@@ -25,7 +25,7 @@ def parser_of(name: str, doc: str | None) -> ArgumentParser:
     return ArgumentParser(f"fdora {name}".strip(), description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
-def align(rows: Sequence[tuple[str, ...]], words: Container[int] = (0, 1, 4)) -> list[str]:
+def align(rows: Sequence[tuple[str, ...]], words: Container[int]) -> list[str]:
     """The lines of a table. Columns that are no words are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

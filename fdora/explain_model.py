@@ -104,7 +104,7 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
         "The first three numbers: ms of a forward and backward. The last three: MiB kept for backward; what follows + is the",
         "layer's output, which costs nothing where the next operation keeps it anyway.",
     ]
-    return "\n".join([*head, *notes, "", *align(rows)])
+    return "\n".join([*head, *notes, "", *align(rows, (0, 1, 4))])
 
 
 def _range(value: int) -> str:

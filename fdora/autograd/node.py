@@ -162,21 +162,23 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
     return [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
-def to_save(ctx: Any, flat: Sequence[Tensor | None], n: int, specs: Specs) -> list[Tensor | None]:
+def to_save(ctx: Any, flat: Sequence[Tensor | None], specs: Specs) -> Sequence[Tensor | None]:
     """The operands that save_for_backward takes. The node itself holds on to the others: parameters, and all of a quantised W
     whose codes are one. These outlive the node, and torch's checkpoint would only find them again, by three functions of Python
     for each saved tensor: 12 us, and 42 of the 99 that a decoder layer of codes saves. Norms and seeds are saved: a forward
     that is repeated may have them from elsewhere."""
-    own: list[Tensor | None] = [t if type(t) is Parameter and not t.is_inference() else None for t in flat]
-    at = n * WIDTH
+    own: list[Tensor | None] = [t if type(t) is Parameter else None for t in flat]
+    at = WIDTH * len(specs or ())
     for spec in specs or ():
         end = at + (0 if spec is None else spec.count)
-        codes = flat[at] if at < end else None
-        if isinstance(codes, Parameter) and not codes.is_inference():
+        if at < end and isinstance(flat[at], Parameter):
             own[at:end] = flat[at:end]
         at = end
-    ctx.own = own
-    ctx.versions = [t._version for t in own if t is not None]
+    try:
+        ctx.own, ctx.versions = own, [t._version for t in own if t is not None]
+    except RuntimeError:  # made in inference mode: torch says why they cannot be saved
+        ctx.own = ctx.versions = []
+        return flat
     return [t if mine is None else None for t, mine in zip(flat, own, strict=True)]
 
 
@@ -230,7 +232,7 @@ class Layers(torch.autograd.Function):
         if torch.compiler.is_compiling() or functorch_active():
             ctx.own = ctx.versions = []
         else:
-            flat = to_save(ctx, flat, n, call.specs)
+            flat = [*to_save(ctx, flat, call.specs)]
         for at, c in zip(inside, norms, strict=True):
             flat[at] = c
         parts = [None if t.dim() == 1 else t for t in rest[:width]]
@@ -299,7 +301,7 @@ class BoundLayers(Layers):
         ys, parts, kept, ctx.pre_scale = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        flat = to_save(ctx, tensors[1:], len(ctx.pre_scale), None)
+        flat = to_save(ctx, tensors[1:], None)
         ctx.save_for_backward(*parts, *kept, tensors[0], *flat)
         return tuple(ys)
 

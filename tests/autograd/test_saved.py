@@ -230,3 +230,11 @@ def test_parameters_stay_with_the_node(changed, is_bound):
         p[changed].mul_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_parameter_of_inference_mode_is_left_to_torch():
+    t = make()
+    with torch.inference_mode():
+        W = torch.nn.Parameter(t["W"].clone(), requires_grad=False)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        dora_linear(t["x"], W, t["A"], t["B"], t["m"], s=0.7)

@@ -149,9 +149,16 @@ def test_train_times_by_the_clock_it_is_given(monkeypatch, tmp_path, caplog):
     assert found == train(model_of(**how), jobs_of(), folder=tmp_path, clock=lambda: 0.0) and not ran
 
 
-def test_what_does_not_fit_takes_for_ever(monkeypatch):
+@pytest.mark.parametrize("fits", [0, 2])
+def test_what_does_not_fit_takes_for_ever(fits, monkeypatch):
+    """At any time: what is left in pieces is not seen by the first."""
+    ran, forward = [], fit.losses_of
+
     def full(*args):
-        raise torch.OutOfMemoryError
+        ran.append(args)
+        if len(ran) > fits:
+            raise torch.OutOfMemoryError
+        return forward(*args)
 
     monkeypatch.setattr(fit, "losses_of", full)
     layers, banks, course, *_ = prepared(model := model_of(), jobs_of(), 256)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -126,12 +126,15 @@ def timer_of(
     def seconds(microbatches: Sequence[Microbatch]) -> float:
         samples = max(microbatches, key=lambda each: tokens(each, 0))
         packed = pack(course, Work(samples, (), ()), device)._replace(seed=0)
-        took, start = math.inf, clock()
-        with running(model, layers) as logits, suppress(torch.OutOfMemoryError):
-            for _ in range(3):
-                losses_of(logits, params, norms, packed).sum().backward()
-                took, start = min(took, (now := clock()) - start), now
-        return len(microbatches) * took
+        ends = [clock()]
+        try:
+            with running(model, layers) as logits:
+                for _ in range(3):
+                    losses_of(logits, params, norms, packed).sum().backward()
+                    ends.append(clock())
+        except torch.OutOfMemoryError:  # at the third time, too
+            return math.inf
+        return len(microbatches) * min(end - start for start, end in pairwise(ends))
 
     return seconds
 

@@ -47,7 +47,7 @@ def table(found: Plan) -> str:
         yes = [("no", "yes")[flag] for flag in (each.fuse, each.checkpointing, each.fits)]
         bubble = f"{each.bubble:.0%}" if each.kind == "pipeline" and each.seconds is not None else ""
         rows.append((kind, *yes[:2], f"{each.memory.peak / GIB:.2f}", yes[2], f"{each.capacity}", ms, rate, bubble))
-    lines = [*head, *align(rows), ""]
+    lines = [*head, *align(rows, (0, 1, 4)), ""]
     if found.best is None:
         return "\n".join([*lines, "None fits: fewer tokens, more GPUs, or weights in fewer bits."])
     return "\n".join([*lines, f"Best: {_words(found.best)}. Memory there:", *components(found.best.memory)])
