@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,12 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
     if not 0 <= seed < 2**63:
         raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
     return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def drawn(count: int, device: torch.device) -> Sequence[Tensor]:
+    """So many seeds by one draw, which costs a host as much as a launch. Each lies at a multiple of 16 bytes, as one of its own
+    does: for another alignment kernels would be compiled again."""
+    return torch.randint(2**62, (2 * count,), device=device)[::2].unbind()
 
 
 def check_origin(fn: str, origin: tuple[int, int] | None, want: str = "(t0, k0)") -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from fdora._dispatch import Backend
 from fdora._records import Dropout, Operands, Options
 from fdora.autograd import node
 from fdora.autograd._ops import autocast_on
-from fdora.functional._seed import check_origin, placed, seed_tensor
+from fdora.functional._seed import check_origin, drawn, placed, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.layer import DoraLayer, labelled
 from fdora.functional.linear import (
@@ -161,7 +161,7 @@ def seeds_for(
     if seed is not None and (not isinstance(seed, (list, tuple)) or len(seed) != count):
         have = f"{len(seed)}" if isinstance(seed, (list, tuple)) else f"a {type(seed).__name__}"
         raise fail(fn, "seed", f"a list of {count} seeds, one for each layer", have, "Layers that share a mask share a seed.")
-    found = [seed_tensor(fn, s, x.device) for s in (seed or [None] * count)]
+    found = drawn(count, x.device) if seed is None else [seed_tensor(fn, s, x.device) for s in seed]
     return [placed(s, origin) for s, origin in zip(found, origins, strict=True)]
 
 

@@ -12,7 +12,7 @@ nobody had asked for codes. e4m3 products want sm_89; without TMA pointers bring
 
 Tensor cores take codes along the sum alone, which backward runs over the rows of W: its codes are turned in a pass of their own
 for each call, 2 bytes a weight moved and 1 of temporary memory, unless W keeps them so (quant.with_transpose). dh A is inside
-of the product, or, under dropout, masked and added behind it.
+of the product; under dropout its sum comes first, is masked, and counts in units of the scales from there on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 
 from fdora.triton.codes import groups_of, has_ptx
 from fdora.triton.copy import in_dtype, stacked
-from fdora.triton.dropout import drop
-from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, Scales, by_tma, gemm
+from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, Scales, by_tma, gemm
 from fdora.triton.kernels.fp8 import (
     fp8_blocks_kernel,
     fp8_gemm_kernel,
@@ -216,14 +215,9 @@ def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig)
 
 
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
-    dx, la, t = of.dx, of.la, dz.dtype
+    dx, la = of.dx, of.la
     dz8, codes, scales = for_dx(plan, dz, la.W)
-    inside = la.seed is None
-    right = Operand(codes, stacked(plan, [la.A.T], t) if inside else None, trans=True)
+    right = Operand(codes, in_dtype(plan, la.A, dz.dtype).T, trans=True)
     end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
-    gemm(plan, dx, dz8, dh if inside else None, right, end, config=config, scales=scales)
-    if not inside:
-        part = plan.temp(dx.shape, t)
-        plan.product(part, dh, in_dtype(plan, la.A, t))
-        drop(plan, part, la.seed, of.dropout.p, accumulate_into=dx)
+    gemm(plan, dx, dz8, dh, right, end, Masked(la.seed, of.dropout.p), config=config, scales=scales)
     return BACKWARD

@@ -112,11 +112,14 @@ def gemm(
         slab = config if scales is UNSCALED else config._replace(BLOCK_K=min(RANKS, power_of_two(h.shape[1] if h else 1)))
         one = scales is not UNSCALED and 0 < r <= RANKS
         flatten = config.persistent and masked.seed is None and (scales is UNSCALED or one or h is None)
-        w, b = (w.T, b and b.T) if trans_b else (w, b)
+        # beside codes, whose W only lies one way, A need not be turned as well
+        trans_r = trans_b if b is None or scales is UNSCALED else b.stride[0] == 1
+        w, b = w.T if trans_b else w, b and (b.T if trans_r else b)
         ends = {"out": out, "pre_scale": pre_scale, "residual": epilogue.residual}
         tiles = tiled(config, trans_b, {"x": x, "x_masked": x_masked}, {"w": w}, ends)
-        tiles |= tiled(slab, trans_b, {"h": h and _fit(plan, h)}, {"b": b and _fit(plan, b)}, {})
-        given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "FLATTEN": flatten, "ONE_SLAB": one}
+        tiles |= tiled(slab, trans_r, {"h": h and _fit(plan, h)}, {"b": b and _fit(plan, b)}, {})
+        given |= {"BLOCK_R": slab.BLOCK_K, "PROGRAMS": programs, "TRANS_B": trans_b, "TRANS_R": trans_r}
+        given |= {"FLATTEN": flatten, "ONE_SLAB": one}
         given["p"] = masked.p if epilogue.kind == "dropped" else None  # no argument of the kernels that are the same without it
         plan.launch(gemm_tma_kernel, (programs,), {**given, **tiles}, epilogue, masked, config, scales)
         return

@@ -48,28 +48,35 @@ def sum_by_tma(
 
 
 @triton.jit
+def _slab(acc, left, right, row, col, at, TRANS_B: tl.constexpr):
+    wt = right.load([col, at]).T if TRANS_B else right.load([at, col])
+    return tl.dot(left.load([row, at]), wt, acc)
+
+
+@triton.jit
 def slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl.constexpr):
     for i in range(steps):
-        wt = right.load([col, i * BLOCK_K]).T if TRANS_B else right.load([i * BLOCK_K, col])
-        acc = tl.dot(left.load([row, i * BLOCK_K]), wt, acc)
+        acc = _slab(acc, left, right, row, col, i * BLOCK_K, TRANS_B)
     return acc
 
 
 @triton.jit
 def scaled_codes(
-    x, w, x_scale, w_scale, row, col, M, N, K, groups,
+    acc, x, w, x_scale, w_scale, row, col, M, N, K, groups,
     BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, down=0, along=0,
+    EMPTY: tl.constexpr = True,
 ):
-    """x w^T of e4m3 codes, times their scales. Where each BLOCK_K columns of x have their own, the sum is kept in units of the
-    scale of the next: beside a second sum registers would hold half a tile, and no second program. In units of a scale far
-    below others the sum might not be finite, so none counts as less than LEAST of the largest before it. W begins at row
-    ``down`` and column ``along`` of w."""
+    """``acc``, all zeros where EMPTY, + x w^T of e4m3 codes times their scales. Where each BLOCK_K columns of x have their own,
+    the sum is kept in units of the scale of the next: beside a second sum registers would hold half a tile, and no second
+    program. In units of a scale far below others the sum might not be finite, so none counts as less than LEAST of the largest
+    before it. W begins at row ``down`` and column ``along`` of w."""
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BK:
         at_w = w_scale + ((down + col) // BN).to(tl.int64) * groups + along // BK
         scale = tl.maximum(_scale_of(x_scale, at_w, t, t < M), 1e-30)  # never 0: sums are divided by it
         least = scale * LEAST
+        if not EMPTY:
+            acc /= scale[:, None]
         for k0 in range(0, K, BLOCK_K):
             after = tl.minimum(k0 + BLOCK_K, (K - 1) // BLOCK_K * BLOCK_K)
             following = _scale_of(x_scale + after // BLOCK_K * M, at_w + after // BK, t, t < M)  # on its way meanwhile
@@ -79,12 +86,25 @@ def scaled_codes(
             scale = following
         acc *= scale[:, None]
     else:
+        if not EMPTY:
+            acc /= _unit(x_scale, t, t < M, False)[:, None]
+            if w_scale is not None:
+                acc /= _unit(w_scale, (down + n) // BN, n < N, False)[None, :]
         for k0 in range(0, K, BLOCK_K):
             acc = tl.dot(x.load([row, k0]), w.load([down + col, along + k0]).T, acc)
-        acc *= tl.load(x_scale + t, mask=t < M, other=0.0)[:, None]
+        acc *= _unit(x_scale, t, t < M, EMPTY)[:, None]
         if w_scale is not None:
-            acc *= tl.load(w_scale + (down + n) // BN, mask=n < N, other=0.0)[None, :]
+            acc *= _unit(w_scale, (down + n) // BN, n < N, EMPTY)[None, :]
     return acc
+
+
+@triton.jit
+def _unit(scale, at, mask, EMPTY: tl.constexpr):
+    """One by which a sum that is not EMPTY is divided, then multiplied, is never 0, as that of a W of zeros may be."""
+    found = tl.load(scale + at, mask=mask, other=0.0)
+    if not EMPTY:
+        found = tl.maximum(found, 1e-30)
+    return found
 
 
 @triton.jit
@@ -96,10 +116,11 @@ def _scale_of(by_t, by_n, t, mask):
 def gemm_tma_kernel(
     x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, p,
     M, N, K, R, groups, PROGRAMS,
-    BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr, EPILOGUE: tl.constexpr, ORIGIN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr, TRANS_R: tl.constexpr, EPILOGUE: tl.constexpr,
+    ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, ONE_SLAB: tl.constexpr, GROUP_M: tl.constexpr,
 ):
+    MASKED: tl.constexpr = x_scale is not None and seed is not None and h is not None  # by a mask of the low-rank term alone
     steps_k, steps_r = tl.cdiv(K, BLOCK_K), tl.cdiv(R, BLOCK_R)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
@@ -108,14 +129,23 @@ def gemm_tma_kernel(
             # earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
         if x_scale is not None:
-            acc = scaled_codes(x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K)
-            if seed is not None:  # of what is dropped alone
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            if MASKED:
+                if ONE_SLAB:
+                    acc = _slab(acc, h, b, row, col, 0, TRANS_R)
+                else:
+                    acc = slabs(acc, h, b, row, col, steps_r, TRANS_R, BLOCK_R)
+                acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
+            acc = scaled_codes(
+                acc, x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K, EMPTY=not MASKED
+            )
+            if seed is not None and not MASKED:  # of what is dropped alone
                 keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
                 acc = tl.where(keep, 0.0, acc)
-            if ONE_SLAB:
-                acc = tl.dot(h.load([row, 0]), b.load([col, 0]).T, acc)
-            elif h is not None:
-                acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
+            if ONE_SLAB and not MASKED:
+                acc = _slab(acc, h, b, row, col, 0, TRANS_R)
+            elif h is not None and not MASKED:
+                acc = slabs(acc, h, b, row, col, steps_r, TRANS_R, BLOCK_R)
         elif seed is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)

@@ -101,7 +101,8 @@ def multi_codes_kernel(
     record = route + ROUTE * (row // BLOCK_M)
     own, last, row = tl.load(record), tl.load(record + 1), tl.load(record + 3)
     acc = scaled_codes(
-        x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K, own * W_SPAN, own * K_SPAN
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK,
+        BLOCK_M, BLOCK_N, BLOCK_K, own * W_SPAN, own * K_SPAN,
     )
     acc = slabs(acc, h, b, row, own * SPAN + col, tl.cdiv(R, BLOCK_R), True, BLOCK_R)
     finish_tma(
