@@ -165,7 +165,7 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
 def to_save(ctx: Any, flat: Sequence[Tensor | None], specs: Specs) -> Sequence[Tensor | None]:
     """The operands that save_for_backward takes. The node itself holds on to the others: parameters, and all of a quantised W
     whose codes are one. These outlive the node, and torch's checkpoint would only find them again, by three functions of Python
-    for each saved tensor: 12 us, and 42 of the 99 that a decoder layer of codes saves. Norms and seeds are saved: a forward
+    for each saved tensor: 12 us, and 40 of the 99 that a decoder layer of codes saves. Norms and seeds are saved: a forward
     that is repeated may have them from elsewhere."""
     own: list[Tensor | None] = [t if type(t) is Parameter else None for t in flat]
     at = WIDTH * len(specs or ())

@@ -30,6 +30,7 @@ from tests.integrations.models import perturb
 from tests.integrations.one_layer import S, trained, truth
 from tests.integrations.test_peft_vit import images, output
 from tests.integrations.test_peft_vit import made as vision
+from tests.memory import saved
 
 K, N, HALF = 256, 384, torch.bfloat16
 CONFIG = dict(r=8, lora_alpha=16, target_modules=["0"], use_dora=True)
@@ -194,6 +195,19 @@ def test_codes_are_kept_transposed_and_anew_where_they_change():
     same(found[1], found[3])
     with pytest.raises(FdoraError, match="`transposed` must be False without grad_compute"):
         use_fdora(model, compute="fp8", transposed=True)
+
+
+def test_codes_stay_with_the_layer_and_are_not_saved():
+    """torch's checkpoint runs three functions of Python for each saved tensor. What is not saved must still be as it was."""
+    for model in (dense("0"), checkpoint()[0]):
+        for both in (False, True):
+            use_fdora(model, compute="fp8", grad_compute="fp8", transposed=both)
+            y, kept = saved(lambda model=model: model(inputs()))
+            assert not [t for t in kept if t.dtype == torch.float8_e4m3fn]
+            codes = model.base_model.model[0].base_layer.weight
+        codes.view(torch.uint8).add_(0)
+        with pytest.raises(RuntimeError, match="must be left as they are until backward"):
+            y.sum().backward()
 
 
 def test_adapters_on_codes_are_made_and_loaded_by_fdora_alone(tmp_path):

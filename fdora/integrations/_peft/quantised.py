@@ -15,6 +15,7 @@ quantises again; to unmerge it subtracts. So for the time of either that delta i
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,6 +188,8 @@ class WeightCache:
                 made = memo[2].get("made") or weight_of(base, kind, None)
                 if isinstance(made, str):
                     return made
+                if kind == FP8 and type(base.weight) is nn.Parameter:  # which nodes need not save: autograd/node.py
+                    made = replace(made, tensors=(base.weight, *made.tensors[1:]))
                 memo[2]["made"], W = made, made if dtype in (None, made.dtype) else made.to(dtype=dtype)
                 W = with_transpose(W) if copied else W
             memo[2][dtype, copied] = written, W
