@@ -1,7 +1,7 @@
 """A state as one file, ``<folder>/training.safetensors``: all that the training of all adapters goes on from, to the bit.
 
 It is the whole state, of whatever number of stages it was gathered from. The names of the jobs are inside of it, so a name is
-any text. Before 0.1.0 there was a file for each adapter, ``<folder>/<name>/training.safetensors``: these are still read.
+any text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from fdora._check import FdoraError, fail
+from fdora._check import fail
 from fdora.convert.files import make_folder, readable, writable, write_file
 from fdora.jobs.loop.records import TREES, Job, Params, State, check_names, kept_of
 
@@ -61,9 +61,7 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Callable[[P
         raise fail(fn, "jobs", want, len(jobs), "Make the state with init_state and the jobs to load.")
     check_names(fn, [job.name for job in jobs])
     path = Path(folder) / FILE
-    with readable(fn, path):
-        whole = path.exists() or not _of_each(folder, jobs[0]).exists()
-    tensors, about = _read(path) if whole else _read_each(folder, jobs)
+    tensors, about = _read(path)
     lacking = [job.name for job in jobs if job.name not in about["jobs"]]
     if lacking:
         have = f"none for {lacking} among {sorted(about['jobs'])}"
@@ -102,7 +100,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with readable("jobs.loop.load", path), safe_open(path, "pt") as file:
         text = (file.metadata() or {}).get(ABOUT)
         if text is None:
-            raise _foreign(path)
+            remedy = "PEFT's files hold what serves, not these."
+            raise fail("jobs.loop.load", "folder", "what save wrote", f"no counters in {path}", remedy)
         tensors, about = {key: file.get_tensor(key) for key in file.keys()}, json.loads(text)  # noqa: SIM118
     try:
         rows = {len(about["jobs"]), len(about["steps"]), *(t.shape[0] for t in tensors.values())}
@@ -112,42 +111,6 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if damaged:
         raise fail("jobs.loop.load", "folder", "what save wrote", f"damaged counters in {path}", "Load an older copy.")
     return tensors, about
-
-
-def _read_each(folder: str | Path, jobs: Sequence[Job]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The same of a file for each adapter, with its row of each tensor and (steps, position) as ``counters``."""
-    from safetensors.torch import load_file
-
-    fn, found, counters = "jobs.loop.load", [], []
-    for job in jobs:
-        path = _of_each(folder, job)
-        with readable(fn, path):
-            tensors = load_file(path)
-        own = tensors.pop("counters", None)
-        if own is None or own.shape != (2,):
-            raise _foreign(path)
-        counters.append(own.tolist())
-        found.append(tensors)
-        like = {key: (t.shape, t.dtype) for key, t in found[0].items()}
-        if like != {key: (t.shape, t.dtype) for key, t in tensors.items()}:
-            raise fail(fn, "folder", "of states of one kind", f"other tensors in {path}", "Save all adapters together.")
-    if len({position for _, position in counters}) > 1:
-        raise fail(fn, "folder", "of one moment", f"positions {[p for _, p in counters]}", "Save all adapters together.")
-    steps, names = [n for n, _ in counters], [job.name for job in jobs]
-    stacked = {key: torch.stack([each[key] for each in found]) for key in found[0]}
-    return stacked, {"jobs": names, "steps": steps, "position": counters[0][1]}
-
-
-def _of_each(folder: str | Path, job: Job) -> Path:
-    """Where an adapter's own file was: nowhere outside of the folder."""
-    inside = Path(folder) / job.name / FILE
-    return inside if inside.resolve().is_relative_to(Path(folder).resolve()) else Path(folder) / FILE
-
-
-def _foreign(path: Path) -> FdoraError:
-    return fail(
-        "jobs.loop.load", "folder", "what save wrote", f"no counters in {path}", "PEFT's files hold what serves, not these."
-    )
 
 
 def flat(tree: Params) -> dict[str, torch.Tensor]:
