@@ -40,7 +40,7 @@ from fdora.jobs.causal.fit import Choice, chosen
 from fdora.jobs.plan import Adapter, Model, Part, Setup, card, read_model
 from fdora.jobs.plan.decoder import decoder
 from fdora.jobs.plan.layout import stages_of
-from fdora.jobs.plan.work import E
+from fdora.jobs.plan.tape import E
 from fdora.jobs.schedule import Sample, Schedule, Spec, Timeline, insert_noops, simulate
 from fdora.jobs.schedule.order import places
 from fdora.jobs.schedule.records import Microbatch

@@ -22,8 +22,8 @@ from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
 from fdora.jobs.causal.banks import Layer, adapted, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
-from fdora.jobs.schedule.groups import rounds_of
 from fdora.jobs.schedule.records import Microbatch
+from fdora.jobs.schedule.whole import rounds_of
 
 CLIP, LR, S = 1.0, 1e-4, 2.0
 PADDED = 4  # samples of a padded microbatch

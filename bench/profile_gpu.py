@@ -39,8 +39,8 @@ from bench.processes import run_in_processes
 from bench.save import save
 from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
-from fdora.jobs.plan.work import attention, linear
-from fdora.jobs.plan.work import rms_norm as rms_norm_work
+from fdora.jobs.plan.tape import attention, linear
+from fdora.jobs.plan.tape import rms_norm as rms_norm_work
 
 Fn = Callable[[], object]
 

@@ -28,8 +28,8 @@ from statistics import mean
 from bench.suite import One, Suite
 from bench.table import columns
 from fdora.jobs.schedule import Sample, Spec, Timeline, insert_noops, schedule, simulate
-from fdora.jobs.schedule.groups import rounds_of
 from fdora.jobs.schedule.pack import first_fit
+from fdora.jobs.schedule.whole import rounds_of
 
 KINDS = {"short": (486, 0.70), "even": (803, 0.34), "long": (1601, 0.31), "mixed": (882, 0.56)}  # median, spread of the log
 # bubbles of 70B on four H100: by number of adapters; of Megatron's 1F1B and of mLoRA

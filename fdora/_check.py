@@ -212,12 +212,9 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
         found = _facts.facts(tensors)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
         found = None
-    return _key_of_codes(fn, tensors) if found is None else (fn, found)
-
-
-def _key_of_codes(fn: str, tensors: tuple[Any, ...]) -> tuple | None:
-    """With what quantised weights among them store in their place, and what is said of it."""
-    coded = [t for t in tensors if isinstance(t, Weight)]
+    if found is not None:
+        return fn, found
+    coded = [t for t in tensors if isinstance(t, Weight)]  # what these store is in their place, with what is said of it
     plain = [None if isinstance(t, Weight) else t for t in tensors]
     key = key_of(fn, (*plain, *[t for w in coded for t in w.tensors])) if coded else None
     return None if key is None else (*key, *[w.spec for w in coded])

@@ -11,18 +11,25 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fdora._check import FdoraError, fail
 
 T = TypeVar("T")
 
 
-def parser_of(name: str, doc: str | None) -> ArgumentParser:
-    return ArgumentParser(f"fdora {name}".strip(), description=doc, formatter_class=RawDescriptionHelpFormatter)
+def parser_of(name: str, doc: str | None, options: Mapping[str, tuple[Any, ...]] | None = None) -> ArgumentParser:
+    """``options``: name -> default, or the type where there is none; what it is; and what else argparse may be told."""
+    parser = ArgumentParser(f"fdora {name}".strip(), description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for option, (default, said, *more) in (options or {}).items():
+        known = {"type": default, "help": said}
+        if not isinstance(default, type):
+            known = {"type": type(default), "default": default, "help": f"{said} (default: %(default)s)"}
+        parser.add_argument(option, **(known | dict(*more)))
+    return parser
 
 
 def align(rows: Sequence[tuple[str, ...]], words: Container[int]) -> list[str]:
@@ -50,14 +57,18 @@ def mistakes(parser: ArgumentParser) -> Iterator[None]:
 
 
 @contextmanager
-def writing(fn: str, arg: str, remedy: str = "Check the path.") -> Iterator[None]:
-    """Say of a place that it cannot be written. matplotlib's error of a suffix that it does not know is a ValueError."""
+def using(fn: str, arg: str, want: str, remedy: str = "Check the path.") -> Iterator[None]:
+    """Say of a file that it is none, or cannot be written. What parsers say, and matplotlib of a suffix that it does not know,
+    are ValueErrors."""
     try:
         yield
     except FdoraError:
         raise
-    except (OSError, ValueError) as error:
-        raise fail(fn, arg, "a file that can be written", f"{type(error).__name__}: {error}", remedy) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise fail(fn, arg, want, f"{type(error).__name__}: {error}", remedy) from None
+
+
+WRITTEN = "a file that can be written"
 
 
 def progress(items: Iterable[T], name: str) -> Iterable[T]:

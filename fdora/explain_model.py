@@ -111,12 +111,16 @@ def _range(value: int) -> str:
     return "at least 1" if value < 1 else "below 2^31"
 
 
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "--model": (str, "config.json of transformers, or the folder of a PEFT adapter", {"required": True}),
+    "--tokens": (4096, "tokens of the whole batch"),
+    "--r": (int, "rank, for a config.json (default: 16); an adapter has its own"),
+    "--gpu": ("h200", "whose published rates to use", {"choices": GPUS}),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("explain", __doc__)
-    parser.add_argument("--model", required=True, help="config.json of transformers, or the folder of a PEFT adapter")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the whole batch (default: %(default)s)")
-    parser.add_argument("--r", type=int, help="rank, for a config.json (default: 16); an adapter has its own")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose published rates to use (default: %(default)s)")
+    parser = parser_of("explain", __doc__, OPTIONS)
     a = parser.parse_args(argv)
     with mistakes(parser):
         print(explain(a.model, tokens=a.tokens, r=a.r, gpu=a.gpu))
@@ -154,15 +158,12 @@ def memory(kept: int, output: int, digits: int) -> str:
 
 def read_again(kinds: list[Kind]) -> list[tuple[int, int]]:
     """(K, count) of every x that is counted though another layer keeps the same tensor."""
-    found = []
-    for group in SHARED:
-        for K in {kind.K for kind in kinds if kind.name in group}:
-            counts: Counter[str] = Counter()
-            for kind in kinds:
-                if kind.name in group and kind.K == K:
-                    counts[kind.name] += kind.layers
-            found.append((K, sum(counts.values()) - max(counts.values())))
-    return found
+    counts: dict[tuple[int, int], Counter[str]] = {}
+    for kind in kinds:
+        for at, group in enumerate(SHARED):
+            if kind.name in group:
+                counts.setdefault((kind.K, at), Counter())[kind.name] += kind.layers
+    return [(K, found.total() - max(found.values())) for (K, _), found in counts.items()]
 
 
 def is_file(path: Path) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from fdora import _tuned
 from fdora._check import FdoraError, fail
-from fdora._command import mistakes, parser_of, progress, writing
+from fdora._command import WRITTEN, mistakes, parser_of, progress, using
 from fdora.functional import select_backend
 
 Shape = tuple[int, int, int, int]  # M, K, N, r
@@ -74,7 +74,7 @@ def tune(seconds: float, out: Path) -> int:
     taken = adopted(rows)
     at = torch.cuda.current_device()
     entry = {"name": torch.cuda.get_device_name(at), "made_with": _tuned.made_with(), "factors": taken}
-    with writing("tune", "--out"):
+    with using("tune", "--out", WRITTEN):
         _tuned.save(out, _tuned.key_at(at), entry)
     print(f"{out}: {len(taken)} changed, after {perf_counter() - begun:.0f} s")
     if out != _tuned.place():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fdora import doctor, selfcheck
+from fdora import doctor
 from fdora.__main__ import main
 from fdora._dispatch import BackendChoice
 from fdora.doctor import Line, found, numbers, span
@@ -70,15 +70,15 @@ def test_a_wrong_result_is_a_problem(few, capsys, monkeypatch, dtype, what):
     """3 % off: more than any rounding of bfloat16."""
     monkeypatch.setattr(doctor, "DTYPES", (dtype,))
     if what == "c":
-        right = selfcheck.dora_norm
-        monkeypatch.setattr(selfcheck, "dora_norm", lambda *a, **o: 1.03 * right(*a, **o))
+        right = doctor.dora_norm
+        monkeypatch.setattr(doctor, "dora_norm", lambda *a, **o: 1.03 * right(*a, **o))
     else:
-        right = selfcheck.dora_linear
+        right = doctor.dora_linear
         change = {
             "y": lambda x, W, A, B, m, **o: 1.03 * right(x, W, A, B, m, **o),
             "dA": lambda x, W, A, B, m, **o: right(x, W, Scaled.apply(A), B, m, **o),
         }[what]
-        monkeypatch.setattr(selfcheck, "dora_linear", change)
+        monkeypatch.setattr(doctor, "dora_linear", change)
     assert main(["doctor"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("PROBLEM: ") and last.endswith(f" is wrong on cpu {str(dtype)[6:]}.")
@@ -230,7 +230,7 @@ def test_the_check_leaves_the_random_state_and_the_precision(monkeypatch):
     torch.manual_seed(5)
     torch.set_float32_matmul_precision("high")
     try:
-        selfcheck.check("cpu", torch.float32)
+        doctor.check("cpu", torch.float32)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")

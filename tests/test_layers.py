@@ -17,9 +17,8 @@ PACKAGE = ROOT / "fdora"
 MAY = {
     "__main__": {"root", "_command"},
     "_command": {"_check"},
-    "doctor": {"root", "_command", "_tuned", "functional", "selfcheck", "integrations"},
+    "doctor": {"root", "_command", "_tuned", "functional", "integrations"},
     "tune": {"_check", "_command", "_tuned", "functional", "triton"},  # it times the kernels themselves
-    "selfcheck": {"functional"},
     "explain_model": {"_check", "_command", "predict", "functional"},
     "predict": {"_check", "rates"},
     "rates": set(),

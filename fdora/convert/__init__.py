@@ -15,12 +15,13 @@ from fdora.convert.keys import (
     from_peft,
     from_torchtune,
     kohya_names,
+    llama_from_torchtune,
+    llama_to_torchtune,
     to_diffusers,
     to_kohya,
     to_peft,
     to_torchtune,
 )
-from fdora.convert.llama import llama_from_torchtune, llama_to_torchtune
 from fdora.convert.lowrank import combine, to_lora
 
 __all__ = [

@@ -50,7 +50,8 @@ class Weights(Mapping[str, Tensor]):
         self._open = safe_open
         self._file: dict[str, Path] = {}
         with readable(fn, path):
-            shards, indices = _files(path)
+            shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+            indices = sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []
         for index in indices:
             with readable(fn, index):
                 found = json.loads(index.read_text())
@@ -103,7 +104,7 @@ def read(
     if dialect == "diffusers":
         file = Path(path) / DIFFUSERS if Path(path).is_dir() else Path(path)
         return from_diffusers(_tensors(file), _metadata(file), prefix=prefix)
-    parse = from_peft if _known(dialect) == "peft" else from_torchtune
+    _, parse = _folders(dialect)
     folder = Path(path)
     with readable("convert.read", folder):
         if not folder.exists() and _old(folder).exists():  # `write` was killed between its two renames
@@ -138,7 +139,7 @@ def write(
         state, config = to_diffusers(adapters, prefix=prefix)
         write_file(Path(path), state, {METADATA: json.dumps(config, indent=2)})
         return
-    state, config = (to_peft if _known(dialect) == "peft" else to_torchtune)(adapters)
+    state, config = _folders(dialect)[0](adapters)
     text = json.dumps(config, indent=2) + "\n"
     with writable(Path(path)):
         folder = Path(path).resolve()  # where a link leads: the link stays
@@ -167,13 +168,6 @@ def write(
             raise
         _switched(folder)
         shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
-
-
-def _files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The safetensors files of a model, and their indices."""
-    if not path.is_dir():
-        return [path], []
-    return sorted(path.glob("*.safetensors")), sorted(path.glob("*.safetensors.index.json"))
 
 
 def check_folder(path: str | Path, overwrite: bool) -> bool:
@@ -335,13 +329,10 @@ def _given(names: Mapping[str, str] | None) -> Mapping[str, str]:
     return names
 
 
-def _known(dialect: str) -> str:
-    if dialect not in ("peft", "torchtune"):
-        raise fail(
-            "convert",
-            "dialect",
-            "'peft', 'torchtune', 'kohya' or 'diffusers'",
-            repr(dialect),
-            "Others can be read as one of these.",
-        )
-    return dialect
+def _folders(dialect: str) -> Any:
+    """Of those that are a folder: how it is written, and read."""
+    ways = {"peft": (to_peft, from_peft), "torchtune": (to_torchtune, from_torchtune)}
+    if dialect not in ways:
+        want, remedy = "'peft', 'torchtune', 'kohya' or 'diffusers'", "Others can be read as one of these."
+        raise fail("convert", "dialect", want, repr(dialect), remedy)
+    return ways[dialect]

@@ -7,21 +7,24 @@ Backward, with dz = g dy and u_t = W_v + s A_v B^T, which is made again: a gathe
     dA_v = s sum dz_t B over the tokens of v        dB = s sum_t dz_t A_v^T
     columns: dm_k = sum_t (dy u)_tk / c_k           rows: dm_v = sum <dy_t, u_t> / c_v over the tokens of v
 and dc = -dm g (0 where c is at its floor). The tokens of the padding row count in none of the sums.
-Sums over the tokens of a row: segment.py. Nothing here has the size of W, and with ``sparse`` nothing that of A: dA then is a
-coalesced COO tensor (r, V), whose entries are the columns that were read, and dm of rows one (V,).
+Sums over the tokens of a row are always in the same order: :func:`segment_sum`. Nothing here has the size of W, and with
+``sparse`` nothing that of A: dA then is a coalesced COO tensor (r, V), whose entries are the columns that were read, and dm of
+rows one (V,).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fdora._records import Lookup, Needs, eps
+from fdora._torch import library_of, needs_dispatcher
 from fdora.eager._matmul import acc_dtype, cast, matmul, times_g
 from fdora.eager.linear import own, scaled
 from fdora.eager.norm import scale
-from fdora.eager.segment import segment_sum, sums_by_number
 
 TINY = 1e-7  # torch's embedding_renorm_ divides by the norm plus this
 
@@ -97,3 +100,65 @@ def _scale(flat: Tensor, u: Tensor | None, m: Tensor, c: Tensor | None, how: Loo
     else:
         size = F.embedding(flat, c[:, None])
     return scale(F.embedding(flat, m[:, None]), size), size.clamp_min(eps())
+
+
+def segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """(T, r) and (T,) numbers in [0, count) -> (count, r): row v is the sum of the values whose number is v.
+
+    An op, because what a compiler would make of torch's own formula adds with atomics: another order in every run.
+    """
+    run: Any = torch.ops.fdora.segment_sum.default if needs_dispatcher(values) else _segment_sum
+    return run(values, ids, count)
+
+
+def sums_by_number(values: Tensor, ids: Tensor, skip: int | None) -> tuple[Tensor, Tensor]:
+    """The numbers that occur, but for ``skip``, ascending (n,), and their sums (n, r). The host waits to hear how many."""
+    if skip is not None:
+        kept = ids != skip
+        values, ids = values[kept], ids[kept]
+    rows, place = torch.unique(ids, return_inverse=True)
+    return rows, segment_sum(values, place, rows.shape[0])
+
+
+def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """On a CPU each thread owns some of the numbers, and takes their rows in order."""
+    if values.device.type == "cpu":
+        return torch.ops.aten.embedding_dense_backward(values, ids, count, -1, False)
+    return _by_sorting(values, ids, count)
+
+
+def _by_sorting(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Where threads race: rows of one number side by side, then sums along them in doubling steps.
+
+    torch's own gradient of an embedding gave other bits in another run on an H200 (torch 2.11), and so does index_add.
+    """
+    key, order = torch.sort(ids, stable=True)
+    sums, step = values[order], 1
+    while step < key.shape[0]:
+        same = (key[step:] == key[:-step])[:, None]
+        sums = torch.cat([sums[:step], sums[step:] + torch.where(same, sums[:-step], 0)])
+        step *= 2
+    last = torch.cat([key[1:] != key[:-1], key.new_ones(min(1, key.shape[0]), dtype=torch.bool)])
+    out = values.new_zeros((count + 1, values.shape[1]))  # what is no whole sum goes to a row of its own
+    out[torch.where(last, key, count)] = sums
+    return out[:count]
+
+
+def _fake(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    return values.new_empty((count, values.shape[1]))
+
+
+def _mapped(info: Any, in_dims: tuple, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, int]:
+    """All elements of the batch at once, each with numbers of its own."""
+    n = info.batch_size
+    values = values.expand(n, *values.shape) if in_dims[0] is None else values.movedim(in_dims[0], 0)
+    ids = ids.expand(n, *ids.shape) if in_dims[1] is None else ids.movedim(in_dims[1], 0)
+    own = ids + count * torch.arange(n, device=ids.device)[:, None]
+    return segment_sum(values.flatten(0, 1), own.flatten(), n * count).unflatten(0, (n, count)), 0
+
+
+_library = library_of("segment_sum")
+_library.define("segment_sum(Tensor values, Tensor ids, SymInt count) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("segment_sum", _segment_sum, "CompositeExplicitAutograd")
+torch.library.register_fake("fdora::segment_sum", _fake, lib=_library)
+torch.library.register_vmap("fdora::segment_sum", _mapped, lib=_library)

@@ -7,7 +7,9 @@ Two ways to the same numbers; neither asks a GPU for a length.
 by segments  where offsets can be read for free: the code of linear.py on the tokens of each adapter, so that its values and
              gradients are the bits of a call of its own. The last of them depend on how the operands of a product are aligned:
              A and h are copied to begin where tensors of their own would. W is read for each adapter that has tokens.
-masked       elsewhere (on a GPU, traced, offsets that are mapped): see multi_masked.py. W is read once.
+masked       elsewhere (on a GPU, traced, offsets that are mapped): the base product runs once, the low-rank ones of each
+             adapter over all tokens, and ``where`` keeps its own. A NaN or an infinity stays with its tokens and its
+             adapter: nothing is multiplied by a mask.
 
 Gradients are those of linear.py, of each adapter over its own tokens; dbias is the sum over all of them.
 W (G, N, K), bias (G, N): each adapter is an expert with a weight of its own. By segments only; tokens of nobody get zeros.
@@ -24,21 +26,127 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fdora._records import Bank, BankNeeds, Dropout, Needs, Operands, Options
-from fdora.eager import multi_masked as masked
-from fdora.eager._matmul import acc_dtype, cast, is_plain
+from fdora.eager._matmul import acc_dtype, cast, is_plain, matmul, times_g
+from fdora.eager.dropout import drop
 from fdora.eager.fp8 import base_of, through_base
-from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd
-from fdora.eager.multi_masked import route as route
-from fdora.eager.norm import blocks, default_bytes, tile_of
+from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd, magnitude_grads, scaled
+from fdora.eager.norm import default_bytes, direct, scale, tile_of
 from fdora.quant import QuantWeight
+
+
+def sort(t: Tensor, order: Tensor | None) -> Tensor:
+    return t if order is None else t[order]
+
+
+def unsort(t: Tensor, order: Tensor | None) -> Tensor:
+    return t if order is None else t[order.argsort()]
+
+
+def route(ids: Tensor, adapters: int) -> tuple[Tensor, Tensor, None]:
+    """(M,) the adapter of each token -> offsets (G,) int32 and order (M,) int64, without a look at the values. None: the
+    inverse of order is for who wants it."""
+    key = torch.where((ids < 0) | (ids >= adapters), adapters, ids.long())
+    ends = (key[None] <= torch.arange(adapters, device=ids.device)[:, None]).sum(1)
+    return ends.to(torch.int32), key.argsort(stable=True), None
+
+
+def adapter_of(offsets: Tensor, tokens: int) -> Tensor:
+    """(M,) int64: whose each sorted token is; G where it is nobody's."""
+    t = torch.arange(tokens, device=offsets.device)
+    return (t[:, None] >= offsets).sum(1)
+
+
+def cut(A: Tensor, B: Tensor, ranks: tuple[int, ...] | None) -> list[tuple[Tensor, Tensor]]:
+    """A and B of each adapter, without what is beyond its rank."""
+    ranks = (A.shape[1],) * A.shape[0] if ranks is None else ranks
+    return [(a[:r], b[:, :r]) for a, b, r in zip(A.unbind(), B.unbind(), ranks, strict=True)]
+
+
+def _forward_masked(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    x, t, acc, r = sort(x, bank.order), x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
+    who = adapter_of(bank.offsets, x.shape[0])
+    xd = _drop(x, bank, who)
+    h = x.new_zeros((x.shape[0], r))
+    for g, (A, _) in enumerate(cut(bank.A, bank.B, bank.ranks)):
+        h_g = xd @ A.to(t).T
+        h = torch.where((who == g)[:, None], F.pad(h_g, (0, r - h_g.shape[1])), h)
+    v = _before_g(x, h, bank, who, bank.W)
+    g_t = _g(bank, who)
+    out = v if g_t is None else v * g_t
+    y = cast(out if bank.bias is None else out + bank.bias.to(acc), t)
+    return y, h, (cast(v, t), torch.ones_like(bank.offsets, dtype=torch.bool)) if save_for_dm else ()
+
+
+def _before_g(x: Tensor, h: Tensor, bank: Bank, who: Tensor, W: Any) -> Tensor:
+    """x W^T + s h B^T of each token, in acc_dtype."""
+    v = base_of(x, W) if isinstance(W, QuantWeight) else matmul(x, W.to(x.dtype).T)
+    for g, (_, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
+        v = torch.where((who == g)[:, None], v + matmul(h[:, : B.shape[1]], scaled(B, bank.s[g], x.dtype).T), v)
+    return v
+
+
+def _backward_masked(
+    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
+) -> tuple[Tensor | None, ...]:
+    """dx, dA, dB, dm, dc; dx is sorted."""
+    dy, x = sort(dy, bank.order), sort(x, bank.order)
+    t, acc, r = x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
+    who = adapter_of(bank.offsets, x.shape[0])
+    xd = _drop(x, bank, who)
+    wide, g_t = dy.to(acc), _g(bank, who)
+    dz = dy if g_t is None else times_g(wide, g_t, t)
+    low, dAs, dBs, dgs = torch.zeros_like(x, dtype=acc), [], [], []
+    # y alone is kept by a forward that could look at its values: from it not every column is read back, so form it again.
+    W, fp8 = bank.W, isinstance(bank.W, QuantWeight)
+    dense = W.dequantize(t) if fp8 and len(kept) == 1 else W
+    products = wide * (_before_g(x, h, bank, who, dense) if len(kept) == 1 else kept[0].to(acc)) if kept else None
+    for g, (A, B) in enumerate(cut(bank.A, bank.B, bank.ranks)):
+        own, b = (who == g)[:, None], scaled(B, bank.s[g], t)
+        dh = torch.where(own, dz @ b, 0)
+        if needs.x:
+            low = torch.where(own, matmul(dh, A.to(t)), low)
+        if needs.A:
+            dA = cast(matmul(dh.T, torch.where(own, xd, 0)), bank.A.dtype)
+            dAs.append(F.pad(dA, (0, 0, 0, r - dA.shape[0])))
+        if needs.B:
+            dB = bank.s[g] * matmul(torch.where(own, dz, 0).T, torch.where(own, h[:, : B.shape[1]], 0))
+            dBs.append(F.pad(cast(dB, bank.B.dtype), (0, r - dB.shape[1])))
+        if products is not None:
+            dgs.append(torch.where(own, products, 0).sum(0))
+    dx = cast((through_base(dz, W) if fp8 else matmul(dz, W.to(t))) + _drop(low, bank, who), t) if needs.x else None
+    dm = dc = None
+    if dgs:
+        assert bank.m is not None and bank.c is not None
+        dm, dc = magnitude_grads(torch.stack(dgs), bank.m, bank.c, scale(bank.m, bank.c), needs)
+    return dx, torch.stack(dAs) if dAs else None, torch.stack(dBs) if dBs else None, dm, dc
+
+
+def _g(bank: Bank, who: Tensor) -> Tensor | None:
+    """Of each token, (M, N); 1 for those of no adapter."""
+    if bank.m is None or bank.c is None:
+        return None
+    g = scale(bank.m, bank.c)
+    return torch.cat([g, torch.ones_like(g[:1])])[who]
+
+
+def _drop(x: Tensor, bank: Bank, who: Tensor) -> Tensor:
+    """Each token counted from the start of its segment, under the seed of its adapter."""
+    if bank.seed is None:
+        return x
+    starts = torch.cat([torch.zeros_like(bank.offsets[:1]), bank.offsets])
+    rows = torch.arange(x.shape[0], device=x.device) - starts[who]
+    seed, each = bank.seed[: bank.A.shape[0]], bank.seed[bank.A.shape[0] :].view(torch.float64)
+    p = torch.cat([each, each[:1]])[who][:, None] if len(each) else bank.p
+    return drop(x, torch.cat([seed, seed[:1]])[who], p, rows)
+
 
 BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h (M, r) in sorted order, and what dm reads beside h: nothing where y itself will do."""
-    y, h, kept = (_forward if _readable(bank) else masked.forward)(x, bank, save_for_dm)
-    return masked.unsort(y, bank.order), h, kept
+    y, h, kept = (_forward if _readable(bank) else _forward_masked)(x, bank, save_for_dm)
+    return unsort(y, bank.order), h, kept
 
 
 def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
@@ -46,13 +154,13 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
 
     ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
     """
-    backward = _backward if _readable(bank) else masked.backward
+    backward = _backward if _readable(bank) else _backward_masked
     dx, dA, dB, dm, dc, *own = backward(dy, x, bank, h, kept, needs)
     if own:
         (dbias,) = own
     else:
         dbias = dy.to(acc_dtype(dy.dtype)).sum(0) if needs.bias else None
-    return None if dx is None else masked.unsort(dx, bank.order), dA, dB, dm, dc, dbias
+    return None if dx is None else unsort(dx, bank.order), dA, dB, dm, dc, dbias
 
 
 def bank_norm(
@@ -65,22 +173,9 @@ def bank_norm(
     if W.dim() == 3:
         each = zip(W.split(1), A.split(1), B.split(1), s.split(1), strict=True)
         return torch.cat([bank_norm(w[0], a, b, own, None, max_bytes) for w, a, b, own in each])
-    acc, (N, K) = acc_dtype(W.dtype), W.shape
     rows, cols = tile_of(W, A[0], B[0], False, default_bytes(W.device) if max_bytes is None else max_bytes)
-    factors = masked.cut(A, B, ranks)
-    c = []
-    for i, j in blocks(N, rows):
-        scaled = [s[g].to(acc) * b[i:j].to(acc) for g, (_, b) in enumerate(factors)]
-        sq: list[Any] = []
-        for k, l in blocks(K, cols):
-            w = W[i:j, k:l].to(acc)
-            part = [
-                torch.linalg.vector_norm(torch.addmm(w, b, a[:, k:l].to(acc)), dim=1)
-                for (a, _), b in zip(factors, scaled, strict=True)
-            ]
-            sq.append(torch.stack(part))
-        c.append(sq[0] if len(sq) == 1 else sum([v.square() for v in sq[1:]], sq[0].square()).sqrt())
-    return torch.cat(c, 1)
+    As, Bs = zip(*cut(A, B, ranks), strict=True)
+    return torch.cat(direct(W, As, Bs, s.to(acc_dtype(W.dtype)).unbind(), rows, cols), 1)
 
 
 class Segment(NamedTuple):
@@ -103,7 +198,7 @@ class Segment(NamedTuple):
 def segments(bank: Bank, tokens: int) -> Iterator[Segment]:
     """Where there are tokens. At least one, which may be empty."""
     last, own = 0, bank.W.ndim == 3
-    adapters = masked.cut(bank.A, bank.B, bank.ranks)
+    adapters = cut(bank.A, bank.B, bank.ranks)
     for g, (end, s, (A, B)) in enumerate(zip(bank.offsets.tolist(), bank.s.tolist(), adapters, strict=True)):
         if last < end:
             ones = bank.A.new_ones(bank.W.shape[0], dtype=acc_dtype(bank.W.dtype)) if bank.m is None else None

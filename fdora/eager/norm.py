@@ -20,7 +20,9 @@ W is read once for each, in its own dtype: A and u B, where they are wider, as t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,20 +134,22 @@ def _times(b: Tensor, W: Tensor, terms: int) -> Tensor:
     return (found[0] if terms == 1 else found[0] + found[1]) * unit
 
 
-def _direct(W: Tensor, A: Tensor, B: Tensor, s: float, rows: int, cols: int) -> Tensor:
-    acc, K = acc_dtype(W.dtype), W.shape[1]
-    c = []
+def direct(W: Tensor, A: Sequence[Tensor], B: Sequence[Tensor], s: Sequence[Any], rows: int, cols: int) -> list[Tensor]:
+    """c of some adapters of one W, (adapters, n) for each block of rows: a tile of W serves all of them at once."""
+    acc, c = acc_dtype(W.dtype), []
     for i, j in blocks(W.shape[0], rows):
-        b = s * B[i:j].to(acc)
-        if cols >= K:
-            c.append(torch.linalg.vector_norm(torch.addmm(W[i:j].to(acc), b, A.to(acc)), dim=1))
-            continue
-        sq = [
-            torch.linalg.vector_norm(torch.addmm(W[i:j, k:l].to(acc), b, A[:, k:l].to(acc)), dim=1).square()
-            for k, l in blocks(K, cols)
-        ]
-        c.append(sum(sq[1:], sq[0]).sqrt())
-    return torch.cat(c)
+        scaled = [each * b[i:j].to(acc) for each, b in zip(s, B, strict=True)]
+        parts = []
+        for k, l in blocks(W.shape[1], cols):
+            w = W[i:j, k:l].to(acc)
+            pairs = zip(A, scaled, strict=True)
+            parts.append(torch.stack([torch.linalg.vector_norm(torch.addmm(w, b, a[:, k:l].to(acc)), dim=1) for a, b in pairs]))
+        c.append(parts[0] if len(parts) == 1 else sum([v.square() for v in parts[1:]], parts[0].square()).sqrt())
+    return c
+
+
+def _direct(W: Tensor, A: Tensor, B: Tensor, s: float, rows: int, cols: int) -> Tensor:
+    return torch.cat([c[0] for c in direct(W, [A], [B], [s], rows, cols)])
 
 
 def _factored(W: Tensor, A: Tensor, B: Tensor, base: Tensor, s: float, rows: int, cols: int) -> Tensor:

@@ -56,7 +56,7 @@ def test_a_number_that_is_no_row():
 
 
 def test_sums_of_rows_that_share_a_number_as_a_gpu_makes_them():
-    from fdora.eager.segment import _by_sorting, _segment_sum
+    from fdora.eager.embedding import _by_sorting, _segment_sum
 
     for T, V, dtype in (
         (0, 5, torch.int64),

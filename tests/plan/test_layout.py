@@ -6,12 +6,11 @@ import pytest
 
 from fdora import FdoraError
 from fdora.jobs.plan import Adapter, Card, Part, Setup, capacity, card, memory, plan, read_model, times
-from fdora.jobs.plan.__main__ import main
-from fdora.jobs.plan.adapters import read_adapters
+from fdora.jobs.plan.__main__ import main, read_adapters
+from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.layout import stages_of
-from fdora.jobs.plan.memory import SPARE
 from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
-from fdora.jobs.plan.work import Kernel, Profile, attention, linear
+from fdora.jobs.plan.tape import Kernel, Profile, attention, linear
 
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
 CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -180,6 +179,9 @@ def test_command_line(tmp_path, capsys):
     said = json.loads(files["out"].read_text())
     assert [each["r"] for each in said["setup"]["adapters"]] == [8, 8, 16] and said["best"] == 0
     assert f"{said['layouts'][0]['memory']['peak'] / 2**30:.2f}" in out
+    held = said["layouts"][0]["memory"]
+    assert held["peak"] == held["resident"] + held["gradients"] + held["activations"] + held["temporary"]
+    assert said["gpu"]["profile"] == PROFILE._asdict() and said["model"]["biases"] == []
     folder = tmp_path / "law"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))

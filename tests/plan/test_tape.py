@@ -1,7 +1,6 @@
 """The walk over a tape, by hand."""
 
-from fdora.jobs.plan.tape import Op, Segment, walk
-from fdora.jobs.plan.work import Work
+from fdora.jobs.plan.tape import Op, Segment, Work, walk
 
 SIZES = {"x": 10, "a": 100, "b": 1000, "own": 7, "loss": 1}
 FIRST = Op("first", ("x",), ("a",), ("x", "own"), forward=30, backward=50, gradients=3)

@@ -1,14 +1,17 @@
 """Packings against all there are, the bound, and what the solver is asked."""
 
 import random
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdora.jobs.schedule import Sample, Spec, exact, pack, schedule, whole
-from fdora.jobs.schedule.pack import first_fit, fullest, greedy, lower_bound
+from fdora.jobs.schedule import Sample, Spec, pack, schedule, whole
+from fdora.jobs.schedule.pack import first_fit, fullest, greedy, lower_bound, solve
 from tests.schedule.make import drawn, few, instances, judged
+
+PACKING = sys.modules["fdora.jobs.schedule.pack"]  # the function has the name of the module
 
 
 def partitions(samples):
@@ -87,7 +90,7 @@ def test_the_solver_alone_finds_the_best(case):
     """From one microbatch for each sample: greed has not helped."""
     pytest.importorskip("scipy", reason="the exact packing is scipy's; `make test` installs it")
     samples, spec = case
-    found, bound, why = exact.solve([(sample,) for sample in samples], 1, spec)
+    found, bound, why = solve([(sample,) for sample in samples], 1, spec)
     loads = [takes(each, spec) for each in found]
     assert (len(loads), min(loads)) == best(samples, spec) and max(loads) <= spec.units and "limit" not in why
     assert bound == (len(loads) if len(samples) > 1 else 1) and sorted(s for each in found for s in each) == sorted(samples)
@@ -132,8 +135,8 @@ def test_without_scipy_and_without_time(monkeypatch):
     samples, spec = hard()
     lengths = [[[s.length for s in samples]]]
     assert {p.why for p in schedule(lengths, spec._replace(seconds=0)).packings} == {"no time to solve it"}
-    monkeypatch.setattr(exact, "find_spec", lambda name: None)
-    monkeypatch.setattr(exact, "solve", None)
+    monkeypatch.setattr(PACKING, "find_spec", lambda name: None)
+    monkeypatch.setattr(PACKING, "solve", None)
     found = pack(samples, spec)
     assert (found.method, found.why) == ("greedy", "scipy is not installed") and not found.optimal
     (packed,) = schedule(lengths, spec).packings
@@ -171,8 +174,8 @@ def test_time_goes_where_most_is_to_be_had(monkeypatch):
         return bins, bound, "asked"
 
     monkeypatch.setattr(whole, "time", Clock)
-    monkeypatch.setattr(exact, "solve", solve)
-    monkeypatch.setattr(exact, "available", lambda: True)
+    monkeypatch.setattr(PACKING, "solve", solve)
+    monkeypatch.setattr(PACKING, "available", lambda: True)
     easy = [[s.length for s in hard()[0]][:-1]]
     found = schedule([[*easy, *easy, *easy, [s.length for s in hard()[0]]]], hard()[1]._replace(seconds=2.5))
     assert [seconds for _, seconds in asked] == [1.0, 1.0, 0.5] and asked[0][0] == 1

@@ -7,7 +7,7 @@ import pytest
 
 from fdora.jobs.schedule import Sample, Spec, depth_of, draw, interleaved, one_f_one_b, schedule, segment_ends, simulate
 from fdora.jobs.schedule.__main__ import main
-from fdora.jobs.schedule.picture import bars
+from fdora.jobs.schedule.simulate import bars
 from tests.schedule.make import drawn
 
 

@@ -185,8 +185,7 @@ def curves(works, losses):
 
 def same(one, other):
     """Bits of two states, norms aside."""
-    from fdora.jobs.loop.files import flat
-    from fdora.jobs.loop.records import TREES
+    from fdora.jobs.loop.records import TREES, flat
 
     for part in TREES:
         left, right = flat(getattr(one, part)), flat(getattr(other, part))

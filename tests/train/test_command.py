@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from fdora.__main__ import main
-from fdora.jobs.causal import preview
+from fdora.jobs.causal import __main__ as command
 from fdora.jobs.schedule.order import batches_of
 
 WORDS = ["<s>", "</s>", *["the", "court", "holds", "that", "a", "cell", "is", "of", "some", "use"]]
@@ -148,7 +148,7 @@ def test_memory_and_time_of_a_gpu(folder, capsys):
 def test_a_pipeline_is_planned_as_it_will_run(folder, capsys, monkeypatch):
     """Its schedule keeps batches of an adapter apart; its bubble is said, and its stages are painted."""
     toml, painted = folder / "jobs.toml", []
-    monkeypatch.setattr(preview, "draw", lambda line, *args, **how: painted.append((line, how["title"])))
+    monkeypatch.setattr(command, "draw", lambda line, *args, **how: painted.append((line, how["title"])))
     toml.write_text("stages = 2\n" + toml.read_text().replace("float32", "bfloat16"))
     assert main(["plan", str(toml), "--gpu", "h200", "--picture", "plan.png"]) == 0
     ((line, title),), said = painted, capsys.readouterr().out

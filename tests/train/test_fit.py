@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fdora.jobs.causal import fit
 from fdora.jobs.causal.banks import norms_of, running
-from fdora.jobs.causal.data import pack
+from fdora.jobs.causal.data import TrainJob, pack
 from fdora.jobs.causal.fit import DEFAULT, Choice, chosen, memory_of, most, terms_of
-from fdora.jobs.causal.records import TrainJob
 from fdora.jobs.causal.runs import losses_of
 from fdora.jobs.causal.whole import prepared, train
 from fdora.jobs.loop import Job

@@ -3,7 +3,7 @@
 It puts together what stands beside it: ``fdora.jobs.schedule`` packs the samples, ``fdora.jobs.loop`` runs them.
 """
 
-from fdora.jobs.causal.records import Step, Trained, TrainJob
+from fdora.jobs.causal.data import Step, Trained, TrainJob
 from fdora.jobs.causal.whole import train
 
 __all__ = ["Step", "TrainJob", "Trained", "train"]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -39,16 +39,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdora._check import fail
-from fdora._command import mistakes, parser_of
-from fdora.jobs.causal.data import IGNORED, check_job
-from fdora.jobs.causal.fit import card_of
-from fdora.jobs.causal.preview import paint, words
-from fdora.jobs.causal.records import Step, TrainJob
-from fdora.jobs.causal.whole import prepared, train
+from fdora._check import FdoraError, fail
+from fdora._command import WRITTEN, mistakes, parser_of, using
+from fdora.jobs.causal.data import IGNORED, Course, Step, TrainJob, check_job
+from fdora.jobs.causal.fit import card_of, memory_of, seconds_of, terms_of
+from fdora.jobs.causal.whole import Prepared, prepared, train
 from fdora.jobs.loop import Job
-from fdora.jobs.plan import card
+from fdora.jobs.plan import Card, card
+from fdora.jobs.plan.__main__ import GIB, components
+from fdora.jobs.schedule import draw, simulate
+from fdora.jobs.schedule.__main__ import summary
 from fdora.predict import GPUS
+
+
+def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | None) -> list[str]:
+    """Lines for each job, the schedule, memory, and time where the rates of the GPU are known."""
+    layers, banks, course, _, notes, _, why = ready
+    left = course.works[notes["position"] :]
+    names, lines, stages = [each.job.name for each in jobs], [], course.schedule.spec.depth
+    for a, each in enumerate(jobs):
+        kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
+        lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
+    lines += [
+        f"to do: {len(left)} of {len(course.works)} microbatches",
+        *summary(course.schedule, notes["parts"][-1][0], stages),
+        f"capacity {course.schedule.spec.capacity}: {why or 'as given'}",
+    ]
+    most = max(sum(sample.length for sample in work.samples) for work in course.works)
+    try:
+        terms = terms_of(model, layers, banks, names, course.reads)
+        lines += [f"memory of the whole model and the largest microbatch, {most} tokens:", *components(memory_of(terms, most))]
+    except FdoraError as error:
+        return [*lines, f"memory: not planned. {error}"]
+    if card is None:
+        return lines
+    share = stages * (1 - simulate(course.schedule, stages).bubble)  # of the GPUs, that work at a time
+    time = f", about {seconds_of(terms, left, card) / share:.0f} s" if card.measured and left else ""
+    return [*lines, f"{stages} x {card.name}: {card.bytes / GIB:.1f} GiB{time}"]
+
+
+def of_job(each: TrainJob, a: int, course: Course) -> str:
+    lengths = [[sample.length for sample in work.samples if sample.adapter == a] for work in course.works]
+    seen, held = sum(map(len, lengths)), [n for n, own in enumerate(lengths) if own]
+    return (
+        f"{each.job.name}: {len(course.orders[a])} optimizer steps, {seen} samples, {sum(map(sum, lengths))} tokens, "
+        f"{seen / len(each.data):.3g} epochs; in {len(held)} microbatches, waits in {held[-1] + 1 - len(held)} before its last"
+    )
+
 
 FN = "train"
 WHOLE: dict[str, Any] = {"model": str, "output": str, "dtype": str, "device": str, "dropout_mode": str, "jobs": dict}
@@ -63,10 +100,8 @@ def read_toml(path: str) -> dict[str, Any]:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         raise fail(FN, "jobs", "read by Python 3.11 or newer", "an older one", "Call fdora.jobs.train.") from None
-    try:
+    with using(FN, path, "a TOML file"):
         found = tomllib.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise fail(FN, path, "a TOML file", f"{type(error).__name__}: {error}", "Check the path.") from None
     check_table(path, found, WHOLE, ("model", "output", "jobs"))
     if not found["jobs"]:
         raise fail(FN, "jobs", "a table for each adapter", "none", "Write [jobs.NAME].")
@@ -89,10 +124,8 @@ def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[st
 
 
 def samples_of(path: str, tokenizer: Any) -> list[dict[str, list[int]]]:
-    try:
+    with using(FN, path, "lines of JSON"):
         lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise fail(FN, path, "lines of JSON", f"{type(error).__name__}: {error}", "Check the path.") from None
     return [sample_of(f"{path}, line {i + 1}", line, tokenizer) for i, line in enumerate(lines)]
 
 
@@ -200,7 +233,11 @@ def main(argv: list[str] | None = None) -> int:
             ready = prepared(model, jobs, found.get("capacity"), folder, where, found.get("stages", 1), mode)
             print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
-                paint(ready.course, jobs, a.picture)
+                microbatches = [work.samples for work in ready.course.works]  # each as long as it has tokens, on each stage
+                line = simulate(microbatches, ready.course.schedule.spec.depth)
+                title = f"{len(microbatches)} microbatches, bubble {line.bubble:.1%}"
+                with using("jobs.train", "picture", WRITTEN):
+                    draw(line, a.picture, names=[*found["jobs"]], title=title)
             return 0
         output, given = Path(found["output"]), ("every", "seed", "stages", "dropout_mode")
         rest = {key: found[key] for key in given if key in found}

@@ -14,8 +14,7 @@ from torch.nn.functional import linear
 
 from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
-from fdora.jobs.causal.data import Packed
-from fdora.jobs.causal.records import FN
+from fdora.jobs.causal.data import FN, Packed
 
 Mode = Literal["peft", "lora"]
 

@@ -1,9 +1,9 @@
-"""Samples: their order, their lengths, and a microbatch of them as tensors."""
+"""What a call of train takes and gives, and its samples: their order, their lengths, and a microbatch of them as tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,59 @@ from torch import Tensor
 
 from fdora._check import check_positive, fail
 from fdora._command import progress
-from fdora.jobs.causal.records import FN, TrainJob
 from fdora.jobs.loop import Job, Work, works_of
 from fdora.jobs.loop.step import on
 from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends, to_json
 from fdora.jobs.schedule.records import Microbatch
+
+FN = "jobs.train"
+
+
+class TrainJob(NamedTuple):
+    """An adapter of a model, and what it is trained on."""
+
+    job: Job
+    """How. Its name is the adapter's, as in ``model.add_adapter``."""
+    data: Any
+    """Samples: ``data[i]`` has "input_ids" and "labels", numbers, one for each token; -100 is a label that does not count. Each
+    sample is read once for its length and once in each epoch."""
+    batch: int = 8
+    """Samples between two steps of the optimizer; the last batch of an epoch may have fewer."""
+    epochs: int = 1
+    steps: int | None = None
+    """Of the optimizer, in as many epochs as that takes. None: ``epochs`` says how many."""
+    seed: int | None = None
+    """Draws an order of the samples for each epoch. None: they come as they stand."""
+    evaluation: Any = None
+    """Samples like those of ``data``, whose mean loss is taken at the end."""
+    evaluate: int = 0
+    """Steps between two evaluations before the end; 0: there are none."""
+
+
+class Step(NamedTuple):
+    """A step of one adapter's optimizer."""
+
+    name: str
+    step: int
+    """From 1 to ``steps``."""
+    steps: int
+    loss: float
+    """Mean over the labels of its batch, before the step."""
+    rate: float
+    evaluation: float | None = None
+    """Mean over the labels of the evaluation's samples, after the step; None where there was no evaluation."""
+
+
+class Trained(NamedTuple):
+    """What came of a training, by the adapters' names. The parameters are in the model, but for what diverged."""
+
+    losses: dict[str, tuple[float, ...]]
+    """Of each batch: mean over its labels."""
+    evaluations: dict[str, dict[int, float]]
+    """Steps taken -> mean loss."""
+    diverged: dict[str, int]
+    """Those that left, and the steps that they had taken."""
+
 
 IGNORED = -100
 
@@ -105,8 +153,10 @@ def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], 
     row, mark = list[Microbatch](), hashlib.sha256()
     for part in parts:
         row = row[: part.start]
-        done = {sample for each in row for sample in each}
-        left = [left_of(reads[a], a, orders[a], done) for a in part.adapters]
+        done, left = {sample for each in row for sample in each}, list[list[list[Sample]]]()
+        for a in part.adapters:  # by batches, without what is done
+            every = ([Sample(a, j, n, reads[a].tokens[i]) for n, i in enumerate(batch)] for j, batch in enumerate(orders[a]))
+            left.append([own for batch in every if (own := [sample for sample in batch if sample not in done])])
         found = schedule(
             [[[s.length for s in batch] for batch in each] for each in left], Spec(part.capacity, depth=part.depth, seconds=0)
         )
@@ -114,12 +164,6 @@ def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], 
         mark.update(to_json(found).encode())
     weighed = (work._replace(weights=tuple(1 / labels[s[:2]] for s in work.samples)) for work in works_of(row))
     return Course(reads, orders, tuple(weighed), found, mark.hexdigest())
-
-
-def left_of(found: Read, a: int, order: Sequence[Sequence[int]], done: Collection[Sample]) -> list[list[Sample]]:
-    """Of adapter a, by batches, without those that are done."""
-    batches = ([Sample(a, j, n, found.tokens[i]) for n, i in enumerate(batch)] for j, batch in enumerate(order))
-    return [left for batch in batches if (left := [sample for sample in batch if sample not in done])]
 
 
 def check_data(arg: str, data: Any) -> None:

@@ -13,13 +13,12 @@ import torch
 
 from fdora._check import FdoraError, fail
 from fdora.jobs.causal.banks import Layer, norms_of, running
-from fdora.jobs.causal.data import Course, Read, pack
-from fdora.jobs.causal.records import FN
+from fdora.jobs.causal.data import FN, Course, Read, pack
 from fdora.jobs.causal.runs import losses_of
 from fdora.jobs.loop import Work
 from fdora.jobs.loop.step import leaves_of
 from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
-from fdora.jobs.plan.memory import SPARE
+from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.setup import check_setup
 from fdora.jobs.schedule import Spec, schedule, simulate
 from fdora.jobs.schedule.records import Lengths, Microbatch

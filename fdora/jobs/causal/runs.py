@@ -1,4 +1,8 @@
-"""How microbatches run: losses, steps, and what is done about an adapter that diverges. Here in one process."""
+"""How microbatches run: losses, steps, and what is done about an adapter that diverges.
+
+In one process; or through a pipeline, the model's blocks cut into stages, each of whose adapters train on one process. There
+every process has the model and all adapters, and reads the data; of the frozen weights it uses those of its own stages alone.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fdora.jobs.causal.banks import Layer, Logits, check_apart, norms_of
-from fdora.jobs.causal.data import Course, Packed, pack
-from fdora.jobs.loop import Job, Model, State, Work, train_step
+from fdora._check import fail
+from fdora.jobs.causal.banks import Layer, Logits, check_apart, norms_of, unknown
+from fdora.jobs.causal.data import FN, Course, Packed, pack
+from fdora.jobs.loop import Job, Links, Model, Stage, State, Wire, Work, gather_state, run_pipeline, select_state, train_step
+from fdora.jobs.loop.records import copied
+from fdora.jobs.schedule import depth_of, interleaved
 
 logger = logging.getLogger("fdora.jobs")
 
@@ -44,11 +52,21 @@ def alone(
     """In this process."""
     device = next(iter(state.params.values())).A.device
     check_apart(model, partial(logits, state.params, state.kept), device, len(rows))
-    models = [Model(partial(each, logits), partial(norms_of, layers)) for each in (losses_of, finite_losses_of)]
+    see = partial(losses_of, logits)
+
+    def finite(params: Any, norms: Any, packed: Packed) -> Tensor:
+        """It waits for the GPU. The samples of a microbatch share products, of which a mask makes 0 times NaN: where one
+        adapter's are not finite, those of all may be NaN, and nothing may be added to anybody's gradient."""
+        losses = see(params, norms, packed)
+        if not bool(losses.isfinite().all()):
+            raise ArithmeticError
+        return losses
+
+    trained = Model(finite, partial(norms_of, layers))
 
     @torch.no_grad()
     def listen(state: State, works: Sequence[Work], data: Callable[[Work], Packed]) -> list[Tensor]:
-        return [models[0].forward(state.params, state.kept, data(work)) for work in works]
+        return [see(state.params, state.kept, data(work)) for work in works]
 
     def ahead(state: State, left: Left, stop: int) -> tuple[State, Ran]:
         n = state.position
@@ -56,7 +74,7 @@ def alone(
             work = without(course.works[n], rows, left)
             data = drawn(course, work, n, device, seed) if work.samples else None
             try:
-                after, losses = train_step(state, work, data, model=models[1], jobs=rows, donate=True)
+                after, losses = train_step(state, work, data, model=trained, jobs=rows, donate=True)
                 return after, [(work, losses)]
             except ArithmeticError:
                 leave(listen, state, work, partial(drawn, course, n=n, device=device, seed=seed), rows, left)
@@ -75,15 +93,6 @@ def losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor
     wide = found.to(torch.promote_types(found.dtype, torch.float32))
     each = cross_entropy(wide, packed.labels, reduction="none")
     return torch.stack([own.sum() for own in each.split(packed.counts)])
-
-
-def finite_losses_of(logits: Logits, params: Any, norms: Any, packed: Packed) -> Tensor:
-    """It waits for the GPU. The samples of a microbatch share products, of which a mask makes 0 times NaN: where one adapter's
-    are not finite, those of all may be NaN, and nothing may be added to anybody's gradient."""
-    losses = losses_of(logits, params, norms, packed)
-    if not bool(losses.isfinite().all()):
-        raise ArithmeticError
-    return losses
 
 
 def leave(listen: Listen, state: State, work: Work, data: Callable[[Work], Packed], rows: Sequence[Job], left: Left) -> None:
@@ -110,3 +119,118 @@ def shares(work: Work, losses: Tensor) -> list[float]:
 def judged(listen: Listen, device: torch.device, state: State, course: Course) -> float:
     losses = listen(state, course.works, partial(pack, course, device=device))
     return sum(map(sum, map(shares, course.works, losses)))
+
+
+class Cut(NamedTuple):
+    """Where a model is cut."""
+
+    blocks: list[nn.Module]
+    """The layers of its decoder, and the norm behind them."""
+    parts: list[range]
+    """Those of each stage."""
+
+
+def cut_of(model: Any, stages: int) -> Cut:
+    if stages == 1:
+        return Cut([], [])
+    decoder = model.get_decoder()
+    blocks = [*getattr(decoder, "layers", ()), getattr(decoder, "norm", None)]
+    count = len(blocks) - 1
+    if None in blocks:
+        raise unknown(model, "lacks the layers, or the norm behind them, between which it is cut")
+    if count < stages:
+        raise fail(FN, "stages", f"at most {count}, the layers of the model", stages, "Each stage has one or more.")
+    return Cut(blocks, [range(count * n // stages, count * (n + 1) // stages + (n + 1 == stages)) for n in range(stages)])
+
+
+def depth_for(stages: int, links: Links) -> int:
+    devices = len(links.ranks)
+    if stages % devices:
+        raise fail(FN, "stages", f"a multiple of the {devices} processes", stages, "Each has as many.")
+    return depth_of(interleaved(devices, 2 * stages * devices, stages // devices))
+
+
+def staged(
+    model: Any,
+    layers: Mapping[str, Layer],
+    logits: Logits,
+    state: State,
+    course: Course,
+    rows: Sequence[Job],
+    seed: int,
+    *,
+    cut: Cut,
+    links: Links,
+) -> Runs:
+    """Through stages: this process has that of its number, or several."""
+    inner, (blocks, parts) = model.get_base_model(), cut
+    home = {module: n for n, block in enumerate(blocks) for module in block.modules()}
+    width, dtype = inner.config.get_text_config().hidden_size, inner.get_input_embeddings().weight.dtype
+    device = next(blocks[parts[links.rank][0]].parameters()).device
+    stages = {}
+    for n in range(links.rank, len(parts), len(links.ranks)):
+        mine = tuple(path for path in layers if home.get(model.get_submodule(path), len(blocks) - 1) in parts[n])
+        stages[n] = Stage(partial(forward, logits, parts[n], parts[n].stop == len(blocks)), mine, partial(norms_of, layers))
+
+    def see(n: int, packed: Packed) -> Tensor:
+        params = {path: state.params[path] for path in stages[n].names}
+        x = torch.randn(9, width, generator=torch.Generator().manual_seed(n)).to(device, dtype)[packed.ids]
+        if not torch.equal(logits({}, {}, packed, x, range(0)), x):
+            raise unknown(inner, "changes elsewhere than in its layers what they give each other")
+        found = logits(params, norms_of(layers, params), packed, x if n else None, parts[n])
+        return found if n + 1 == len(parts) else found[packed.at]
+
+    for n in stages:
+        check_apart(model, partial(see, n), device, len(rows))
+    wire = Wire(lambda work: (sum(sample.length for sample in work.samples), width), dtype, device)
+    line = Line(stages, wire, links, course, rows, partial(drawn, course, device=device, seed=seed))
+    own = partial(select_state, names=[path for stage in stages.values() for path in stage.names])
+    return Runs(line.ahead, partial(judged, line.listen, device), own, partial(gather_state, links=links))
+
+
+def forward(logits: Logits, part: range, last: bool, params: Any, norms: Any, x: Tensor | None, packed: Packed) -> Tensor:
+    see = partial(logits, x=x, part=part)
+    return losses_of(see, params, norms, packed) if last else see(params, norms, packed)
+
+
+class Line(NamedTuple):
+    """The pipeline, as one process of it sees it."""
+
+    stages: Mapping[int, Stage]
+    wire: Wire
+    links: Links
+    course: Course
+    rows: Sequence[Job]
+    drawn: Callable[..., Packed]
+    """Of a microbatch and its place."""
+
+    def through(self, state: State, works: Sequence[Work], data: Callable[[int], Packed]) -> tuple[State, dict[int, Tensor]]:
+        """All processes get the losses."""
+        ran = run_pipeline(copied(state), works, data, stages=self.stages, wire=self.wire, jobs=self.rows, links=self.links)
+        each: list[Any] = [{n: losses.cpu() for n, losses in ran.losses.items()}]
+        if self.links.sums is not None:
+            each *= len(self.links.ranks)
+            dist.all_gather_object(each, each[0], group=self.links.sums)
+        return ran.state, {n: losses for found in each for n, losses in found.items()}
+
+    def listen(self, state: State, works: Sequence[Work], data: Callable[[Work], Packed]) -> list[Tensor]:
+        """With gradients and steps that nobody uses: a pipeline goes both ways."""
+        batches = {sample.adapter: sample.batch for work in works for sample in work.samples}
+        still = state._replace(steps=tuple(batches.get(a, 0) for a in range(len(self.rows))), position=0)
+        _, found = self.through(still, works, lambda n: data(works[n]))
+        return [found[n] for n in range(len(works))]
+
+    def ahead(self, state: State, left: Left, stop: int) -> tuple[State, Ran]:
+        """Where an adapter diverges, again up to there, and then without it: with it others have stepped before it was seen."""
+        begin = state.position
+        while True:
+            ahead = (without(work, self.rows, left) for work in self.course.works[begin:stop])
+            works = [*self.course.works[:begin], *ahead]
+            after, found = self.through(state, works, lambda n, works=works: self.drawn(works[n], n))  # type: ignore[misc]
+            wrong = [n for n, losses in found.items() if not bool(losses.isfinite().all())]
+            if not wrong:
+                return after, [(works[n], found.get(n, torch.empty(0))) for n in range(begin, stop)]
+            stop = min(wrong)
+            if stop == begin:
+                leave(self.listen, state, works[begin], lambda work: self.drawn(work, begin), self.rows, left)
+                stop = begin + 1

@@ -16,14 +16,11 @@ from fdora._check import FdoraError, check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
 from fdora.jobs.causal.banks import Layer, Mode, layers_of, norms_of, running
-from fdora.jobs.causal.data import Course, Part, Read, check_job, course_of, order_of, read
+from fdora.jobs.causal.data import FN, Course, Part, Step, Trained, TrainJob, check_job, course_of, order_of, read
 from fdora.jobs.causal.fit import card_of, chosen, clock_of, most, terms_of, timer_of
-from fdora.jobs.causal.records import FN, Step, Trained, TrainJob
-from fdora.jobs.causal.runs import Ran, Runs, alone, logger, shares
-from fdora.jobs.causal.stages import cut_of, depth_for, staged
+from fdora.jobs.causal.runs import Ran, Runs, alone, cut_of, depth_for, logger, shares, staged
 from fdora.jobs.loop import Job, Links, State, Work, connect, init_state, load, read_notes, save
-from fdora.jobs.loop.files import FILE
-from fdora.jobs.loop.records import TREES, Params, check_names, kept_of
+from fdora.jobs.loop.records import FILE, TREES, Keep, check_names, kept_of
 from fdora.jobs.loop.watch import watching
 from fdora.jobs.plan import Card
 from fdora.jobs.schedule import Schedule, Spec
@@ -199,9 +196,7 @@ def write_first(
             dist.barrier(links.sums)
 
 
-def loaded(
-    folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Callable[[Params], Any] | None
-) -> State:
+def loaded(folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Keep) -> State:
     """The state in the folder. Adapters that are not among the old ones begin, perhaps on more layers or with a higher rank."""
     if len(old) == len(rows):
         return load(folder, state, rows, keep)
@@ -248,8 +243,7 @@ def prepared(
         raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
     for a, each in enumerate(jobs):
         check_job(f"jobs[{a}]", each)
-    names = [each.job.name for each in jobs]
-    check_names(FN, names)
+    check_names(FN, names := [each.job.name for each in jobs])
     layers, banks = layers_of(model, names, dropout_mode)
     orders, why = [order_of(each) for each in jobs], ""
     reads = [read(f"jobs[{a}].data", jobs[a].data, chain(*order), names[a]) for a, order in enumerate(orders)]
@@ -272,11 +266,10 @@ def prepared(
         raise other(folder)
     if not same:
         if capacity is None:
-            every = [*reads, *filter(None, judged)]
-            longest = max(n for each in every for n in each.tokens.values())
-            limit = most(
-                partial(terms_of, model, layers, banks, names, every), (card or card_of(device)) if depth == 1 else None
-            )
+            seen = [*reads, *filter(None, judged)]
+            longest = max(n for each in seen for n in each.tokens.values())
+            find = partial(terms_of, model, layers, banks, names, seen)
+            limit = most(find, (card or card_of(device)) if depth == 1 else None)
             lengths = [[[own.tokens[i] for i in batch] for batch in order] for own, order in zip(reads, orders, strict=True)]
             clock = (clock or clock_of(device)) if depth == 1 else None  # processes would find different ones
             unplanned = Course(reads, orders, (), Schedule(Spec(longest), (), (), ()), "")
@@ -284,21 +277,16 @@ def prepared(
         going = [name for name in names if name not in notes.get("diverged", ())]
         parts = [*parts, [going, capacity, start, depth]]
     whole = course()
-    begun: dict[str, dict[str, Any]] = {
-        "losses": {name: [0.0] * len(order) for name, order in zip(names, orders, strict=True)},
-        "evaluations": {name: [] for name in names},
-        "diverged": {},
-    }
+    losses = {name: [0.0] * len(order) for name, order in zip(names, orders, strict=True)}
+    begun: dict[str, dict[str, Any]] = {"losses": losses, "evaluations": {name: [] for name in names}, "diverged": {}}
     after = {key: each | notes.get(key, {}) for key, each in begun.items()}
     after |= {"schedule": whole.mark, "parts": parts, "position": start}
-    evaluations = [found and evaluation_of(found, a, len(jobs), parts[-1][1]) for a, found in enumerate(judged)]
+    every, last = range(len(jobs)), parts[-1][1]
+    evaluations = [  # in one batch: losses of samples by their weights are then the mean over all labels
+        each and course_of([each] * len(jobs), [[[*each.tokens]] if b == a else [] for b in every], [Part([a], last)])
+        for a, each in enumerate(judged)
+    ]
     return Prepared(layers, banks, whole, evaluations, after, old, why)
-
-
-def evaluation_of(found: Read, a: int, adapters: int, capacity: int) -> Course:
-    """Its samples as one batch: losses of samples by their weights are then the mean over all labels."""
-    orders: list[list[list[int]]] = [[[*found.tokens]] if b == a else [] for b in range(adapters)]
-    return course_of([found] * adapters, orders, [Part([a], capacity)])
 
 
 def is_due(each: TrainJob, step: int, steps: int) -> bool:

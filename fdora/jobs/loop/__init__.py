@@ -4,11 +4,9 @@ Functions of values: a state goes in, a state comes out. The engine knows nothin
 of tensors with a row for each adapter, such as the banks of :func:`fdora.functional.dora_stack`: see docs/training-many.md.
 """
 
-from fdora.jobs.loop.files import load, read_notes, save
 from fdora.jobs.loop.pipeline import Ran, Stage, gather_state, run_pipeline
-from fdora.jobs.loop.records import Job, State, Work, init_state, select_state, works_of
-from fdora.jobs.loop.replicas import replica_step
-from fdora.jobs.loop.step import Model, train_step
+from fdora.jobs.loop.records import Job, State, Work, init_state, load, read_notes, save, select_state, works_of
+from fdora.jobs.loop.step import Model, replica_step, train_step
 from fdora.jobs.loop.wires import Links, Wire, connect
 
 __all__ = [

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fdora._check import fail
-from fdora.jobs.loop.records import TREES, Job, Params, State, Work, kept_of
+from fdora.jobs.loop.records import TREES, Job, Keep, Params, State, Work, kept_of
 from fdora.jobs.loop.step import added, check_losses, leaves_of, optimizer_step, square_sum
 from fdora.jobs.loop.watch import Watch, watching
 from fdora.jobs.loop.wires import Links, Mail, Wire, receives
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     """``forward(params, kept, x, data)``: x: the stage before gave, None for the first; the last gives (samples,) losses."""
     names: tuple[str, ...]
     """Of the parameters it trains."""
-    keep: Callable[[Params], Any] | None = None
+    keep: Keep = None
     """As of :class:`Model`, of this stage's parameters."""
 
 
@@ -183,16 +183,16 @@ class Process:
         dy = check_losses(FN, y, work) if action.stage == self.mail.end else self.mail.take(action)
         start = self.now()
         inputs = leaves if x is None else [x, *leaves]
-        found: Sequence[Any] = ()
-        if inputs:  # a first stage may train nothing
-            found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        found: Any = torch.autograd.grad(y, inputs, dy, allow_unused=True) if inputs else ()  # a first stage may train nothing
         if x is not None:
             dx, *found = found
             y = torch.zeros_like(x) if dx is None else dx
         new = added(part(self.state.grads, stage), found, donate=True)
         self.state = self.state._replace(grads=self.state.grads | new)
         if action.stage == links.rank:  # the first of this process, whose backward is its last
-            self.due |= posted(self.state.grads, [a for a, _ in work.due], self.jobs, links, self.mail.watch)
+            grads, watch = self.state.grads, self.mail.watch
+            for a, _ in work.due:  # of who is clipped: what waits for the sum of squares over all processes
+                self.due[a] = None if self.jobs[a].clip is None else sum_of(square_sum(grads, a), links, watch)
         return y, start
 
 
@@ -223,15 +223,6 @@ def part(params: Params, stage: Stage) -> Params:
     return {name: params[name] for name in stage.names}
 
 
-def posted(grads: Params, ended: Sequence[int], jobs: Sequence[Job], links: Links, watch: Watch) -> dict[int, Sum | None]:
-    """Of each adapter that ended a batch, if it is clipped: what waits for the sum of squares over all processes."""
-    found: dict[int, Sum | None] = dict.fromkeys(ended)
-    for a in ended:
-        if jobs[a].clip is not None:
-            found[a] = sum_of(square_sum(grads, a), links, watch)
-    return found
-
-
 def sum_of(mine: Tensor, links: Links, watch: Watch) -> Sum:
     if links.sums is None:
         return lambda: mine
@@ -252,10 +243,9 @@ def gather_state(state: State, links: Links) -> State:
 
     ``kept`` is None. Every process calls it.
     """
-    mine = {part: optree.tree_map(lambda t: t.detach().cpu(), getattr(state, part)) for part in TREES}
-    each: list[Any] = [mine]
+    each: list[Any] = [{part: optree.tree_map(lambda t: t.detach().cpu(), getattr(state, part)) for part in TREES}]
     if links.sums is not None:
-        each = [None for _ in links.ranks]
-        dist.all_gather_object(each, mine, group=links.sums)
+        each *= len(links.ranks)
+        dist.all_gather_object(each, each[0], group=links.sums)
     trees = {part: {name: tree for one in each for name, tree in one[part].items()} for part in TREES}
     return State(**trees, kept=None, steps=state.steps, position=state.position)

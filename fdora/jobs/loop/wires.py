@@ -72,17 +72,12 @@ class Links(NamedTuple):
         count = len(self.ranks)
         for step in (1, -1):
             for sender in sorted(range(count), key=partial(colour, count)):
-                receiver = (sender + step) % count
-                if self.rank not in (sender, receiver):
-                    continue
-                group = self.group(sender, step)
-                number = torch.zeros(1, device="cuda" if on_gpus(group) else "cpu")
-                if self.rank == sender:
-                    work: Any = dist.isend(number, self.ranks[receiver], group=group)
-                else:
-                    work = dist.irecv(number, self.ranks[sender], group=group)
-                work.wait()
-                number.cpu()  # of a GPU: it is through
+                group, ends = self.group(sender, step), (sender, (sender + step) % count)
+                if self.rank in ends:
+                    number = torch.zeros(1, device="cuda" if on_gpus(group) else "cpu")
+                    move: Any = dist.isend if self.rank == sender else dist.irecv
+                    move(number, self.ranks[ends[self.rank == sender]], group=group).wait()
+                    number.cpu()  # of a GPU: it is through
 
 
 def connect(ranks: Sequence[int] | None = None) -> Links:

@@ -6,13 +6,11 @@ Pure functions of shapes, from records to records; docs/predict.md explains them
 ``use_fdora``, in bfloat16.
 """
 
-from fdora.jobs.plan.layout import Layout
-from fdora.jobs.plan.memory import Memory, capacity, memory
+from fdora.jobs.plan.cost import Card, Memory, Time, capacity, card, memory, times
+from fdora.jobs.plan.layout import Layout, Plan, plan
 from fdora.jobs.plan.model import Model, Part, read_model
 from fdora.jobs.plan.setup import Adapter, Setup
-from fdora.jobs.plan.time import Card, Time, card, times
-from fdora.jobs.plan.whole import Plan, plan
-from fdora.jobs.plan.work import Profile
+from fdora.jobs.plan.tape import Profile
 
 __all__ = [
     "Adapter",

@@ -15,14 +15,64 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from fdora._command import align, mistakes, parser_of, writing
+from fdora._check import fail
+from fdora._command import WRITTEN, align, mistakes, parser_of, using
+from fdora.explain_model import ADAPTER, is_file, load
 from fdora.jobs.plan import Memory, Plan, Setup, card, plan, read_model
-from fdora.jobs.plan.adapters import read_adapters
+from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.layout import Layout
-from fdora.jobs.plan.memory import SPARE
-from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
+from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS, Adapter
 from fdora.predict import GPUS
+
+# of PEFT's config: what trains more, less or something else than A, B and m of one rank on all layers of a name
+OTHERS = (
+    *("rank_pattern", "modules_to_save", "layers_to_transform", "exclude_modules", "target_parameters", "lora_bias"),
+    *("trainable_token_indices", "layer_replication"),
+)
+
+
+def read_adapters(texts: list[str]) -> tuple[tuple[Adapter, ...], frozenset[str] | None]:
+    """Of a command line: ``64``, ``4x64``, ``name=64``, or the folder of a PEFT adapter; with the targets of the folders.
+
+    Raises:
+      FdoraError: another form, or folders whose targets differ, or that train what is not planned.
+    """
+    found: list[Adapter] = []
+    targets: set[frozenset[str]] = set()
+    for text in texts:
+        if is_file(Path(text) / ADAPTER):
+            config = load(Path(text) / ADAPTER, "jobs.plan", "adapters")
+            names, bias, kind = (config.get(key) for key in ("target_modules", "bias", "peft_type"))
+            wrong = [key for key in OTHERS if config.get(key)]  # what would be planned as if it were not there
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                wrong.append("target_modules")
+            if bias not in (None, "none"):
+                wrong.append("bias")
+            if kind not in (None, "LORA"):
+                wrong.append("peft_type")
+            if wrong:
+                want = "folders of LoRA or DoRA adapters of one rank on a list of layers, with nothing else that is trained"
+                raise fail("jobs.plan", "adapters", want, f"{wrong[0]} {config.get(wrong[0])!r}", "Pass a rank, and targets.")
+            if type(config.get("r")) is not int or config["r"] < 1:
+                want, have = f"folders whose {ADAPTER} has a positive int `r`", repr(config.get("r"))
+                raise fail("jobs.plan", "adapters", want, have, "Check it.")
+            targets.add(frozenset(names or ()))
+            found.append(Adapter(Path(text).name, config["r"]))
+            continue
+        name, _, r = text.rpartition("=")
+        count, _, r = r.rpartition("x")
+        if not all(n.isdecimal() and len(n) < 7 for n in (r, count or "1")):
+            raise fail(
+                "jobs.plan", "adapters", "ranks (64, 4x64, name=64) or folders of PEFT adapters", repr(text), "Check the path."
+            )
+        many = int(count or 1)
+        found += [Adapter(name or f"adapter {len(found) + i}", int(r)) for i in range(many)]
+    if len(targets) > 1:
+        raise fail("jobs.plan", "adapters", "folders with the same target_modules", f"{len(targets)} kinds", "Plan them apart.")
+    return tuple(found), targets.pop() if targets else None
+
 
 GIB = 2**30
 
@@ -68,52 +118,36 @@ def components(held: Memory) -> list[str]:
     return [f"  {name:{width}}  {text}" for name, _, text in rows]
 
 
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "--model": (str, "config.json of transformers, or the folder that holds one", {"required": True}),
+    "--adapters": (str, "ranks or folders (default: one adapter of rank 16)", {"nargs": "+", "default": ["16"]}),
+    "--gpu": ("h200", f"one of {', '.join(GPUS)}"),
+    "--gpus": (1, "how many of them"),
+    "--length": (4096, "tokens in a sequence"),
+    "--tokens": (int, "tokens in a microbatch, a multiple of --length (default: one sequence)"),
+    "--microbatches": (1, "microbatches in a step, for each GPU"),
+    "--loss-tokens": (int, "tokens of each sequence that reach the head (default: all)"),
+    "--weights": ("bf16", "format of the frozen weights", {"choices": WEIGHTS}),
+    "--adapter-dtype": ("float32", "dtype of the adapters, as in PEFT", {"choices": ("float32", "bfloat16")}),
+    "--optimizer": ("adamw", "optimizer of the adapters", {"choices": OPTIMIZERS}),
+    "--targets": (str, f"adapted layers (default: {' '.join(LINEARS)}, or those of the folders)", {"nargs": "+"}),
+    "--profile": (str, "rates of your GPU, as bench.profile_gpu writes them"),
+    "--json": (Path, "file for everything, in bytes and seconds"),
+}
+SAME = ("length", "loss_tokens", "weights", "optimizer", "microbatches")  # of the options and of a Setup
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("plan", __doc__)
-    parser.add_argument("--model", required=True, help="config.json of transformers, or the folder that holds one")
-    parser.add_argument("--adapters", nargs="+", default=["16"], help="ranks or folders (default: one adapter of rank 16)")
-    parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)} (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=1, help="how many of them (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="tokens in a microbatch, a multiple of --length (default: one sequence)")
-    parser.add_argument(
-        "--microbatches", type=int, default=1, help="microbatches in a step, for each GPU (default: %(default)s)"
-    )
-    parser.add_argument("--loss-tokens", type=int, help="tokens of each sequence that reach the head (default: all)")
-    parser.add_argument(
-        "--weights", choices=WEIGHTS, default="bf16", help="format of the frozen weights (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--adapter-dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype of the adapters (default: %(default)s, as in PEFT)",
-    )
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of the adapters (default: %(default)s)"
-    )
-    parser.add_argument("--targets", nargs="+", help=f"adapted layers (default: {' '.join(LINEARS)}, or those of the folders)")
-    parser.add_argument("--profile", help="rates of your GPU, as bench.profile_gpu writes them")
-    parser.add_argument("--json", type=Path, help="file for everything, in bytes and seconds")
+    parser = parser_of("plan", __doc__, OPTIONS)
     a = parser.parse_args(argv)
     with mistakes(parser):
         adapters, own = read_adapters(a.adapters)
-        targets = frozenset(a.targets or own or LINEARS)
-        size = 4 if a.adapter_dtype == "float32" else 2
-        setup = Setup(
-            a.length,
-            adapters,
-            loss_tokens=a.loss_tokens,
-            weights=a.weights,
-            adapter_bytes=size,
-            optimizer=a.optimizer,
-            microbatches=a.microbatches,
-            targets=targets,
-        )
+        size, targets = 4 if a.adapter_dtype == "float32" else 2, frozenset(a.targets or own or LINEARS)
+        setup = Setup(adapters=adapters, adapter_bytes=size, targets=targets, **{name: getattr(a, name) for name in SAME})
         found = plan(read_model(a.model), setup, gpu=card(a.gpu, a.profile), gpus=a.gpus, tokens=a.tokens)
         if a.json:
             text = json.dumps(found.to_dict(), indent=1) + "\n"
-            with writing("jobs.plan", "json"):
+            with using("jobs.plan", "json", WRITTEN):
                 a.json.write_text(text)
         print(table(found))
     return int(found.best is None)

@@ -17,12 +17,12 @@ An x that several layers read is one piece. A backward of a linear layer has dz,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from fdora.jobs.plan.model import ATTENTION, MLP, Model, Part
 from fdora.jobs.plan.setup import WEIGHTS, Setup
-from fdora.jobs.plan.tape import Op, Segment
-from fdora.jobs.plan.work import E, Kernel, Work, attention, decoding, linear, passes, rms_norm, rotation
+from fdora.jobs.plan.tape import E, Kernel, Op, Segment, Work, attention, decoding, linear, passes, rms_norm, rotation
 
 STRIP = 128  # tokens whose dm is one partial sum
 
@@ -33,15 +33,7 @@ class Network(NamedTuple):
     inputs: tuple[str, ...]
 
 
-class Call(NamedTuple):
-    """What layers that run in one call come to."""
-
-    ys: list[str]
-    keeps: list[str]
-    forward: int
-    backward: int
-    gradients: int
-    work: Work
+Sizes = dict[str, int]  # bytes by names
 
 
 class Block:
@@ -50,57 +42,52 @@ class Block:
     def __init__(self, model: Model, setup: Setup, tokens: int):
         self.model, self.setup, self.M = model, setup, tokens
         self.ops: list[Op] = []
-        self.sizes: dict[str, int] = {}
+        self.sizes: Sizes = {}
 
-    def piece(self, name: str, bytes: int) -> str:
-        self.sizes[name] = bytes
-        return name
+    def op(
+        self, name: str, reads: Iterable[str], writes: Sizes, own: Sizes, keeps: Iterable[str] = (), **rest: Any
+    ) -> list[str]:
+        """``own``: what it keeps and nobody else reads; ``keeps``: what others do."""
+        self.sizes |= writes | own
+        self.ops.append(Op(name, tuple(reads), tuple(writes), (*keeps, *own), **rest))
+        return [*writes]
 
     def norm(self, at: str, x: str, width: int) -> str:
-        """RMSNorm in float32, each of its operations by itself."""
-        n = self.M * width
-        y, wide = self.piece(f"{at}.y", E * n), self.piece(f"{at}.float32", 4 * n + 4 * self.M * width // self._normed(width))
-        self.ops.append(Op(at, (x,), (y,), (wide,), 8 * n, 16 * n, work=rms_norm(n)))
-        return y
+        """RMSNorm in float32, each of its operations by itself; over all columns, or those of a head."""
+        n, over = self.M * width, width if width == self.model.hidden else self.model.head_dim
+        own = {f"{at}.float32": 4 * n + 4 * n // over}
+        return self.op(at, [x], {f"{at}.y": E * n}, own, forward=8 * n, backward=16 * n, work=rms_norm(n))[0]
 
-    def _normed(self, width: int) -> int:
-        """Over how many columns a norm goes."""
-        return width if width == self.model.hidden else self.model.head_dim
-
-    def call(self, at: str, names: tuple[str, ...]) -> Call:
-        """These layers, whose outputs get names; ``keeps`` has no x."""
+    def call(self, at: str, names: tuple[str, ...]) -> tuple[Sizes, Sizes, list[str], dict[str, Any]]:
+        """Layers that run in one call: what they write, what they keep without x, and the rest of an operation."""
         M, setup = self.M, self.setup
-        ys, keeps, forward, backward, gradients, work = [], [], 0, 0, 0, Work()
+        stored, coded = WEIGHTS[setup.weights]
+        ys, own, keeps, forward, backward, gradients, work = Sizes(), Sizes(), list[str](), 0, 0, 0, Work()
         for name in names:
             N, K = self.model.linears[name]
-            work += self.work(name)
-            ys.append(self.piece(f"{at}.{name}", E * M * N))
-            decoded = setup.decoded(N * K)
-            forward, more = max(forward, decoded), 0
-            if name in setup.targets:
-                before = name in self.model.biases or setup.dropout
+            y, there = f"{at}.{name}", setup.decoded(N * K)
+            ys[y], back, adapted = E * M * N, there, name in setup.targets
+            work += linear(M, N, K, setup.width if adapted else 0, True) + (decoding(N, K, stored) if coded else Work())
+            if adapted:
+                own[f"{y} h"], more = E * M * setup.width, self.scratch(N)
                 if setup.dropout:
-                    keeps.append(self.piece(f"{at}.{name} D(x)", (E + 1) * M * K))
-                    forward, more = max(forward, decoded + 9 * M * K), 8 * M * K
-                keeps.append(self.piece(f"{at}.{name} before g", E * M * N) if before else ys[-1])
-                keeps.append(self.piece(f"{at}.{name} h", E * M * setup.width))
-                more = max(more, self.scratch(N))
+                    own[f"{y} D(x)"], there, more = (E + 1) * M * K, there + 9 * M * K, max(8 * M * K, more)
+                if setup.dropout or name in self.model.biases:
+                    own[f"{y} before g"] = E * M * N
+                else:
+                    keeps.append(y)
+                back += more
                 gradients += setup.adapter_elements(N, K) * setup.adapter_bytes
-            backward = max(backward, more + decoded)
-        return Call(ys, keeps, forward, backward, gradients, work._replace(calls=min(1, work.calls)))
+            forward, backward = max(forward, there), max(backward, back)
+        work = work._replace(calls=min(1, work.calls))
+        return ys, own, keeps, {"forward": forward, "backward": backward, "gradients": gradients, "work": work}
 
-    def linear(self, at: str, names: tuple[str, ...], x: str, own: str = "") -> list[str]:
+    def linear(self, at: str, names: tuple[str, ...], x: str, called: str = "") -> list[str]:
         """Layers on one x, in one call where there are several."""
-        ys, keeps, forward, backward, gradients, work = self.call(at, names)
-        keeps = [x, *keeps] if keeps and not self.setup.dropout else keeps  # a frozen W keeps nothing
-        self.ops.append(Op(f"{at}.{own or names[0]}", (x,), tuple(ys), tuple(keeps), forward, backward, gradients, work=work))
-        return ys
-
-    def work(self, name: str) -> Work:
-        (N, K), setup = self.model.linears[name], self.setup
-        stored, coded = WEIGHTS[setup.weights]
-        more = decoding(N, K, stored) if coded else Work()
-        return linear(self.M, N, K, setup.width if name in setup.targets else 0, True) + more
+        ys, own, keeps, rest = self.call(at, names)
+        if own and not self.setup.dropout:  # a frozen W keeps nothing
+            keeps.append(x)
+        return self.op(f"{at}.{called or names[0]}", [x], ys, own, keeps, **rest)
 
     def scratch(self, N: int) -> int:
         """Of the backward of one layer."""
@@ -115,46 +102,38 @@ class Block:
             q, k, v = (self.linear(at, (name,), x)[0] for name in ATTENTION)
         if m.head_norms:
             q, k = self.norm(f"{at}.q_norm", q, q_width), self.norm(f"{at}.k_norm", k, kv_width)
-        turned = [self.piece(f"{at}.{name} turned", E * M * width) for name, width in (("q", q_width), ("k", kv_width))]
         n, both = M * q_width, rotation(M * q_width) + rotation(M * kv_width)
-        self.ops.append(Op(f"{at}.rotation", (q, k), tuple(turned), (), 2 * E * n, 3 * E * n, work=both))
-        q, k = turned
-        masked = masks(m, setup, layer)
-        keeps = []
+        turned = {f"{at}.q turned": E * n, f"{at}.k turned": E * M * kv_width}
+        q, k = self.op(f"{at}.rotation", [q, k], turned, {}, forward=2 * E * n, backward=3 * E * n, work=both)
+        masked, own, out = masks(m, setup, layer), {f"{at}.sums": 4 * M * m.heads}, f"{at}.attention"
         if masked:  # a mask: torch makes it additive for each layer, and a k and v for each q
-            keeps.append(self.piece(f"{at}.mask", E * M * setup.row(M)))
+            own[f"{at}.mask"] = E * M * setup.row(M)
             if m.heads != m.kv_heads:
-                wide = [self.piece(f"{at}.{name} repeated", E * n) for name in ("k", "v")]
-                self.ops.append(Op(f"{at}.repeat", (k, v), tuple(wide), work=Work(passes(n, 4, 4), passes(n, 4, 4))))
-                k, v = wide
-        out, sums = self.piece(f"{at}.attention", E * n), self.piece(f"{at}.sums", 4 * M * m.heads)
-        keeps += [q, k, v, out, sums]
+                wide = {f"{at}.{name} repeated": E * n for name in ("k", "v")}
+                k, v = self.op(f"{at}.repeat", [k, v], wide, {}, work=Work(passes(n, 4, 4), passes(n, 4, 4)))
         work = attention(M, setup.row(M), masked, q_width, kv_width)
-        self.ops.append(Op(f"{at}.attention", (q, k, v), (out,), tuple(keeps), 0, 4 * E * n, work=work))
+        self.op(out, [q, k, v], {out: E * n}, own, [q, k, v, out], backward=4 * E * n, work=work)
         return self.linear(at, ("o_proj",), out)[0]
 
     def mlp(self, at: str, x: str) -> str:
         m, M, setup = self.model, self.M, self.setup
-        n, inner = M * m.inner, E * M * m.inner
+        n, inner, y = M * m.inner, E * M * m.inner, f"{at}.down_proj"
         if setup.fuse and setup.targets.issuperset((*MLP, "down_proj")):
-            one = self.call(at, (*MLP, "down_proj"))
-            y = one.ys[-1]
-            backward = 2 * inner + self.scratch(m.inner) + one.forward
-            work = one.work + Work(passes(n, 6), passes(n, 6, 10))
-            keeps = (x, *one.keeps)
-            self.ops.append(Op(f"{at}.mlp", (x,), (y,), keeps, inner + one.forward, backward, one.gradients, work=work))
-            return y
+            ys, own, keeps, rest = self.call(at, (*MLP, "down_proj"))
+            decoded, work = rest["forward"], rest["work"] + Work(passes(n, 6), passes(n, 6, 10))
+            rest |= {"forward": inner + decoded, "backward": 2 * inner + self.scratch(m.inner) + decoded, "work": work}
+            self.sizes |= ys
+            return self.op(f"{at}.mlp", [x], {y: ys[y]}, own, [x, *keeps], **rest)[0]
         gate, up = (self.linear(at, (name,), x)[0] for name in MLP)
-        active, both = self.piece(f"{at}.act", inner), self.piece(f"{at}.act up", inner)
-        self.ops.append(Op(f"{at}.act", (gate,), (active,), (gate,), work=Work(passes(n, 4), passes(n, 6))))
-        self.ops.append(Op(f"{at}.product", (active, up), (both,), (active, up), work=Work(passes(n, 6), passes(n, 6, 6))))
+        work = Work(passes(n, 4), passes(n, 6))
+        active = self.op(f"{at}.act", [gate], {f"{at}.act": inner}, {}, [gate], work=work)[0]
+        work = Work(passes(n, 6), passes(n, 6, 6))
+        both = self.op(f"{at}.product", [active, up], {f"{at}.act up": inner}, {}, [active, up], work=work)[0]
         return self.linear(at, ("down_proj",), both)[0]
 
     def add(self, at: str, x: str, y: str) -> str:
         n = self.M * self.model.hidden
-        total = self.piece(at, E * n)
-        self.ops.append(Op(at, (x, y), (total,), same=True, work=Work(passes(n, 6))))
-        return total
+        return self.op(at, [x, y], {at: E * n}, {}, same=True, work=Work(passes(n, 6)))[0]
 
     def layer(self, layer: int, x: str) -> str:
         at, H = str(layer), self.model.hidden
@@ -165,15 +144,12 @@ class Block:
 
     def loss(self, x: str, tokens: int) -> None:
         n, H = tokens * self.model.vocab, self.model.hidden
-        normed = self.norm("norm", x, H)
-        logits, wide, logs = self.piece("logits", E * n), self.piece("float32", 4 * n), self.piece("logs", 4 * n)
         one = Kernel(2 * n * H, E * (n + (tokens + self.model.vocab) * H))
-        self.ops += [
-            Op("head", (normed,), (logits,), (), 0, E * tokens * H, work=Work((one,), (one,))),
-            Op("float32", (logits,), (wide,), work=Work(passes(n, 6), passes(n, 6))),
-            Op("softmax", (wide,), (logs,), (logs,), E * n, work=Work(passes(n, 8), passes(n, 12))),
-            Op("loss", (logs,), (self.piece("loss", 4),), work=Work((), passes(n, 4))),
-        ]
+        y = [self.norm("norm", x, H)]
+        y = self.op("head", y, {"logits": E * n}, {}, backward=E * tokens * H, work=Work((one,), (one,)))
+        y = self.op("float32", y, {"float32": 4 * n}, {}, work=Work(passes(n, 6), passes(n, 6)))
+        y = self.op("softmax", y, {"logs": 4 * n}, {}, ["logs"], forward=E * n, work=Work(passes(n, 8), passes(n, 12)))
+        self.op("loss", y, {"loss": 4}, {}, work=Work((), passes(n, 4)))
 
     def take(self, checkpointed: bool) -> Segment:
         segment = Segment(tuple(self.ops), checkpointed)
@@ -192,13 +168,13 @@ def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -
     A stage that is not the first gets an input whose gradient it must give; its own layers need it, so nothing is left out.
     """
     part = Part(model.layers) if part is None else part
-    block = Block(model, setup, tokens)
-    x = block.piece("x", E * tokens * model.hidden)
-    segments = []
-    inputs = [block.piece("angles", (2 if model.window else 1) * 2 * E * setup.row(tokens) * model.head_dim)]
+    block, segments = Block(model, setup, tokens), []
+    inputs = {"angles": (2 if model.window else 1) * 2 * E * setup.row(tokens) * model.head_dim}
     if any(masks(model, setup, layer) for layer in part.held):
-        inputs.append(block.piece("mask", tokens * setup.row(tokens)))
-    block.ops.append(Op("embedding", (), (x,)) if part.first else Op("received", (), (x,), gradients=1))
+        inputs["mask"] = tokens * setup.row(tokens)
+    block.sizes |= inputs
+    given = "embedding" if part.first else "received"
+    x = block.op(given, [], {"x": E * tokens * model.hidden}, {}, gradients=int(not part.first))[0]
     segments.append(block.take(False))
     for layer in part.held:
         x = block.layer(layer, x)
@@ -206,6 +182,5 @@ def decoder(model: Model, setup: Setup, tokens: int, part: Part | None = None) -
     if part.last:
         block.loss(x, setup.loss_of(tokens))
     else:
-        block.ops.append(Op("sent", (x,), (block.piece("loss", 4),), (x,)))
-    segments.append(block.take(False))
-    return Network(tuple(segments), block.sizes, tuple(inputs))
+        block.op("sent", [x], {"loss": 4}, {}, [x])
+    return Network((*segments, block.take(False)), block.sizes, tuple(inputs))

@@ -11,13 +11,13 @@ pipeline   a stage of layers on each GPU, 1F1B over all microbatches (fdora.jobs
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fdora.jobs.plan.memory import SPARE, Memory, capacity, memory
+from fdora._check import check_positive, fail
+from fdora.jobs.plan.cost import SPARE, Card, Memory, capacity, card, memory, times
 from fdora.jobs.plan.model import Model, Part
-from fdora.jobs.plan.setup import Setup
-from fdora.jobs.plan.time import Card, times
-from fdora.jobs.plan.work import E
+from fdora.jobs.plan.setup import Setup, check_setup
+from fdora.jobs.plan.tape import E
 from fdora.jobs.schedule import Sample, simulate
 
 GATHERED = 2  # blocks
@@ -105,19 +105,8 @@ def fsdp2(request: Request) -> Layout:
     model, setup, card, gpus, tokens = request
     whole = memory(model, setup, tokens)
     block = (whole.linears + whole.adapters) // model.layers
-
-    def sharded(held: Memory) -> Memory:
-        gathered = min(GATHERED, model.layers) * block + held.embeddings
-        return held._replace(
-            linears=held.linears // gpus,
-            embeddings=held.embeddings // gpus,
-            adapters=held.adapters // gpus,
-            optimizer=held.optimizer // gpus,
-            gradients=held.gradients // gpus,
-            temporary=held.temporary + gathered,
-        )
-
-    held = sharded(whole)
+    cut = {name: getattr(whole, name) // gpus for name in ("linears", "embeddings", "adapters", "optimizer", "gradients")}
+    held = whole._replace(**cut, temporary=whole.temporary + min(GATHERED, model.layers) * block + whole.embeddings)
     more = held.resident + held.gradients - whole.resident - whole.gradients + held.temporary - whole.temporary
     most = capacity(model, setup, request.budget - more)
     seconds = None
@@ -164,3 +153,59 @@ def pipeline(request: Request) -> Layout:
         seconds, bubble = line.time + max(time.update for time in each), line.bubble
     worst = max(held, key=lambda memory: memory.peak)
     return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)
+
+
+class Plan(NamedTuple):
+    """What `plan` found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if none fits."""
+
+    model: Model
+    setup: Setup
+    card: Card
+    gpus: int
+    tokens: int
+    layouts: tuple[Layout, ...]
+
+    @property
+    def best(self) -> Layout | None:
+        return self.layouts[0] if self.layouts and self.layouts[0].fits else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. Bytes and seconds."""
+        found = {"gpu" if name == "card" else name: _plain(value) for name, value in self._asdict().items()}
+        return found | {"best": None if self.best is None else 0}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, with what a Memory sums up."""
+    if isinstance(value, Memory):
+        return value._asdict() | {"resident": value.resident, "peak": value.peak}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(each) for name, each in value._asdict().items()}
+    if isinstance(value, (tuple, frozenset)):
+        return [*map(_plain, value if isinstance(value, tuple) else sorted(value))]
+    return value
+
+
+def plan(model: Model, setup: Setup, *, gpu: str | Card = "h200", gpus: int = 1, tokens: int | None = None) -> Plan:
+    """Every layout of this training on so many GPUs, the best first.
+
+    Memory: none on a device.
+
+    Args:
+      model: what :func:`read_model` gives.
+      setup: adapters, length of a sequence and so on; its ``fuse`` and ``checkpointing`` are tried both ways.
+      gpu: a key of ``fdora.predict.GPUS``, or a card.
+      tokens: of a microbatch, a multiple of ``setup.length``; one sequence by default.
+
+    Raises:
+      FdoraError: an argument is out of range, or unknown.
+
+    References: peaks and rates are checked against bench/results/h200/peaks.json.
+    """
+    check_setup(setup)
+    count = setup.length if tokens is None else tokens
+    if type(count) is not int or count < 1 or count % setup.length:
+        raise fail("jobs.plan", "tokens", f"a multiple of the length {setup.length}", repr(count), "Sequences are whole.")
+    check_positive("jobs.plan", "gpus", gpus, "It is how many there are.")
+    found = gpu if isinstance(gpu, Card) else card(gpu)
+    return Plan(model, setup, found, gpus, count, tuple(ways(Request(model, setup, found, gpus, count))))

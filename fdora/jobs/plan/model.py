@@ -141,32 +141,28 @@ def windows(config: dict[str, Any], own: int, layers: int) -> tuple[int, tuple[i
     """
     kind, given = config["model_type"], config.get("sliding_window", WINDOW) is not None
     given = given and (kind not in ("qwen2", "qwen3") or bool(config.get("use_sliding_window")))
-    sliding = tuple(n for n, name in enumerate(layer_types(config, own, layers, given)) if name == SLIDING)
-    if sliding and not given:  # no mask can be made
-        want = "a config that has a window for its sliding layers"
-        raise fail("jobs.plan", "model", want, "none", "Look at 'sliding_window' and 'use_sliding_window'.")
-    return (positive(config, "sliding_window", WINDOW), sliding) if sliding else (0, ())
-
-
-def layer_types(config: dict[str, Any], own: int, layers: int, given: bool) -> list[str]:
-    """Of so many layers; ``given``: whether there is a window."""
-    kind = config["model_type"]
+    slides, names = [kind == "mistral" and given] * layers, config.get("layer_types")
     if kind not in ("qwen2", "qwen3", "gemma3_text"):
-        return [SLIDING if kind == "mistral" and given else FULL] * layers
-    names = config.get("layer_types")
-    if names is not None:
+        pass
+    elif names is not None:
         if not isinstance(names, list) or len(names) != own or any(name not in (FULL, SLIDING) for name in names):
             raise wrong(f"whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers", names)
         if layers > own:
             raise fail("jobs.plan", "layers", f"at most the {own} of 'layer_types'", repr(layers), "Name more there, or none.")
-        return names[:layers]
-    if kind == "gemma3_text":
+        slides = [name == SLIDING for name in names[:layers]]
+    elif kind == "gemma3_text":
         every = positive(config, "sliding_window_pattern", config.get("_sliding_window_pattern", EVERY))
-        return [SLIDING if (n + 1) % every else FULL for n in range(layers)]
-    first = config.get("max_window_layers", FIRST)
-    if type(first) is not int:
-        raise wrong("with an integer 'max_window_layers'", first)
-    return [SLIDING if given and n >= first else FULL for n in range(layers)]
+        slides = [(n + 1) % every != 0 for n in range(layers)]
+    else:
+        first = config.get("max_window_layers", FIRST)
+        if type(first) is not int:
+            raise wrong("with an integer 'max_window_layers'", first)
+        slides = [given and n >= first for n in range(layers)]
+    if any(slides) and not given:  # no mask can be made
+        want = "a config that has a window for its sliding layers"
+        raise fail("jobs.plan", "model", want, "none", "Look at 'sliding_window' and 'use_sliding_window'.")
+    sliding = tuple(n for n, each in enumerate(slides) if each)
+    return (positive(config, "sliding_window", WINDOW), sliding) if sliding else (0, ())
 
 
 def _file(path: Path) -> Path:

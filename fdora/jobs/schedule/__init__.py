@@ -3,16 +3,12 @@
 Pure functions of lengths: no tensors, no globals, nothing of a framework. docs/training-many.md explains them.
 """
 
-from fdora.jobs.schedule.events import optimizer_steps, segment_ends
-from fdora.jobs.schedule.groups import plan_groups
-from fdora.jobs.schedule.merge import merge
-from fdora.jobs.schedule.order import insert_noops
+from fdora.jobs.schedule.order import insert_noops, merge, optimizer_steps, segment_ends
 from fdora.jobs.schedule.pack import pack
-from fdora.jobs.schedule.picture import draw
 from fdora.jobs.schedule.records import Packed, Packing, Sample, Schedule, Spec, from_json, to_json
-from fdora.jobs.schedule.simulate import Action, Task, Timeline, depth_of, interleaved, one_f_one_b, simulate
+from fdora.jobs.schedule.simulate import Action, Task, Timeline, depth_of, draw, interleaved, one_f_one_b, simulate
 from fdora.jobs.schedule.verify import verify
-from fdora.jobs.schedule.whole import schedule
+from fdora.jobs.schedule.whole import plan_groups, schedule
 
 __all__ = [
     "Action",

@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from fdora._check import fail
-from fdora._command import mistakes, parser_of, writing
-from fdora.jobs.schedule.picture import draw, parts
+from fdora._command import WRITTEN, mistakes, parser_of, using
 from fdora.jobs.schedule.records import Schedule, Spec, to_json
-from fdora.jobs.schedule.simulate import simulate
+from fdora.jobs.schedule.simulate import draw, parts, simulate
 from fdora.jobs.schedule.whole import schedule
 
 
 def read(path: str) -> tuple[list[str], list[list[list[int]]]]:
     """Names of adapters, and their lengths."""
-    try:
+    with using("jobs.schedule", "lengths", "a JSON file"):
         found = json.loads(Path(path).read_text(), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
-        raise fail("jobs.schedule", "lengths", "a JSON file", f"{type(error).__name__}: {error}", "Check the path.") from None
     if isinstance(found, list):
         found = {f"adapter {a}": batches for a, batches in enumerate(found)}
     lists = isinstance(found, dict) and all(
@@ -62,20 +59,20 @@ def summary(found: Schedule, names: list[str], stages: int) -> list[str]:
     ]
 
 
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "lengths": (str, "JSON file with the tokens of every sample"),
+    "--capacity": (int, "most tokens in a microbatch", {"required": True}),
+    "--stages": (1, "stages of the pipeline"),
+    "--multiple": (1, "pad each adapter's tokens to a multiple of this"),
+    "--seconds": (Spec(1).seconds, "time for exact packing; 0 for none"),
+    "--workers": (1, "processes for exact packing"),
+    "--out": (str, "JSON file for the schedule"),
+    "--picture": (str, "picture of the stages over time; needs matplotlib"),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("schedule", __doc__)
-    parser.add_argument("lengths", help="JSON file with the tokens of every sample")
-    parser.add_argument("--capacity", type=int, required=True, help="most tokens in a microbatch")
-    parser.add_argument("--stages", type=int, default=1, help="stages of the pipeline (default: %(default)s)")
-    parser.add_argument(
-        "--multiple", type=int, default=1, help="pad each adapter's tokens to a multiple of this (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=Spec(1).seconds, help="time for exact packing; 0 for none (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="processes for exact packing (default: %(default)s)")
-    parser.add_argument("--out", help="JSON file for the schedule")
-    parser.add_argument("--picture", help="picture of the stages over time; needs matplotlib")
+    parser = parser_of("schedule", __doc__, OPTIONS)
     a = parser.parse_args(argv)
     remedy = "Check the path and its suffix."
     with mistakes(parser):
@@ -85,10 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         found = schedule(lengths, Spec(a.capacity, a.stages, a.multiple, a.seconds, a.workers))
         lines = summary(found, names, a.stages)
         if a.out:
-            with writing("jobs.schedule", "out", remedy):
+            with using("jobs.schedule", "out", WRITTEN, remedy):
                 Path(a.out).write_text(to_json(found))
         if a.picture:
-            with writing("jobs.schedule", "picture", remedy):
+            with using("jobs.schedule", "picture", WRITTEN, remedy):
                 draw(simulate(found, a.stages), a.picture, names=names, title="; ".join(lines[1:3]))
         print("\n".join(lines))
     return 0

@@ -6,15 +6,18 @@ t + depth is the first that comes after the backward of microbatch t. So, with p
     min p(a, j + 1) - max p(a, j) >= depth        for every adapter a and batch j
 
 which also keeps batches in order, and two batches of an adapter out of one microbatch.
+
+Before that, what is left of one batch's packing shares microbatches with what is left of others: :func:`merge`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from fdora._check import fail
-from fdora.jobs.schedule.records import Microbatch, Sample, Spec, check_spec
+from fdora._check import check_positive, fail
+from fdora.jobs.schedule.records import Microbatch, Sample, Spec, check_spec, load, tokens_of
 
 Batch = tuple[int, int]  # adapter, batch
 
@@ -91,3 +94,122 @@ def insert_noops(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microb
                 if batch in following:
                     opened.add(following[batch])
     return tuple(out)
+
+
+def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ...], ...]:
+    """For each microbatch the (adapter, batch) pairs that end with it: once its backward is done on a stage, these adapters'
+    optimizers step there.
+
+    Count backwards, not forwards: a stage that counts forwards steps before the gradients of those in flight have come.
+    """
+    steps: list[list[Batch]] = [[] for _ in microbatches]
+    for batch, found in sorted(places(microbatches).items()):
+        steps[found[-1]].append(batch)
+    return tuple(map(tuple, steps))
+
+
+def segment_ends(microbatch: Microbatch, adapters: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Where each adapter's tokens end if the samples are concatenated: the offsets of ``torch.nn.functional.grouped_mm``.
+
+    Samples of a microbatch are sorted by adapter already; an adapter without any ends where the one before it does. With
+    ``multiple`` each adapter's tokens are followed by what is missing to the next multiple.
+
+    Raises:
+      FdoraError: a sample is of an adapter that is not among the first ``adapters``, or ``multiple`` is less than 1.
+    """
+    check_positive("jobs.schedule.segment_ends", "multiple", multiple, "1 adds nothing.")
+    tokens = tokens_of(microbatch)
+    for adapter in tokens:
+        if not 0 <= adapter < adapters:
+            raise fail("jobs.schedule.segment_ends", "adapters", f"more than {adapter}", adapters, "Count all adapters.")
+    each = (tokens.get(adapter, 0) for adapter in range(adapters))
+    return tuple(accumulate(n + -n % multiple for n in each))
+
+
+Move = tuple[Sample, int]
+
+
+class State(NamedTuple):
+    """Microbatches under change, by their number at the start; what was taken out is empty."""
+
+    bins: list[list[Sample]]
+    loads: list[int]
+    position: list[int]  # without what was taken out
+    where: dict[Batch, list[int]]  # the microbatches of each batch
+    before: dict[Batch, Batch]
+    after: dict[Batch, Batch]
+
+
+def merge(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microbatch, ...]:
+    """Fewer microbatches, never more: one whose samples all find room in others is taken out.
+
+    Those that hold least are tried first, again and again until none is left that could go. A sample goes into the microbatch
+    that it fills most, between the batches before and after its own and ``spec.depth`` away from them; nothing is taken out
+    that two batches need between them. All samples of a microbatch are moved, or none. What is right stays right;
+    :func:`insert_noops` is for what was not.
+
+    Raises:
+      FdoraError: the spec is out of range.
+    """
+    check_spec("jobs.schedule.merge", spec)
+    bins = [list(each) for each in microbatches]
+    where = places(bins)
+    pairs = list(neighbours(where))
+    state = State(
+        bins, [load(each, spec) for each in bins], list(range(len(bins))), where, {b: a for a, b in pairs}, dict(pairs)
+    )
+    more = True
+    while more:
+        more = False
+        for p in sorted((p for p in range(len(bins)) if bins[p]), key=lambda p: (state.loads[p], p)):
+            moves = emptied(p, state, spec)
+            if not moves or not apart_without(p, state, spec):
+                continue
+            more = True
+            for sample, q in moves:
+                bins[q].append(sample)
+                where[sample[:2]] = sorted({*where[sample[:2]], q} - {p})
+            bins[p] = []
+            for q in {p, *(q for _, q in moves)}:
+                state.loads[q] = load(bins[q], spec)
+            for q in range(p, len(bins)):
+                state.position[q] -= 1
+    kept = [p for p in range(len(bins)) if bins[p] or not microbatches[p]]
+    return tuple(tuple(sorted(bins[p])) for p in kept)
+
+
+def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
+    """Where each sample of microbatch p can go; None where one cannot."""
+    moves: list[Move] = []
+    held: dict[int, list[Sample]] = {}  # microbatches with what was moved into them so far
+    position = state.position  # p itself still counted: what lies beyond it from q lies far enough from p already
+    for sample in sorted(state.bins[p], key=lambda each: (-each.length, each)):
+        batch = sample[:2]
+        low = state.where[state.before[batch]][-1] if batch in state.before else None
+        high = state.where[state.after[batch]][0] if batch in state.after else None
+        best: tuple[int, int] | None = None
+        for q in range(0 if low is None else low + 1, len(state.bins) if high is None else high):
+            # a sample adds its whole multiples at least: most microbatches are full, and cost no more than this
+            if q == p or not state.bins[q] or state.loads[q] + sample.length // spec.multiple > spec.units:
+                continue
+            used = load([*held.get(q, state.bins[q]), sample], spec)
+            if used > spec.units or (best and best[0] >= used):
+                continue
+            if low is not None and position[q] - position[low] < spec.depth:
+                continue
+            if high is not None and position[high] - position[q] < spec.depth:
+                continue
+            best = used, q
+        if best is None:
+            return None
+        q = best[1]
+        held[q] = [*held.get(q, state.bins[q]), sample]
+        moves.append((sample, q))
+    return moves
+
+
+def apart_without(p: int, state: State, spec: Spec) -> bool:
+    """Whether all batches with p between them are still far enough from the next."""
+    ends = ((state.where[batch][-1], state.where[following][0]) for batch, following in state.after.items())
+    position = state.position
+    return not any(last < p < first and position[first] - position[last] - 1 < spec.depth for last, first in ends)
