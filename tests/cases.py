@@ -108,6 +108,7 @@ class Options(NamedTuple):
     tokens: int = 0  # of any number where 0
     dropout: bool = True
     codes: bool = False  # every weight that may be quantised is
+    layouts: Sequence[str] = ()  # all of LAYOUTS where empty
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -167,6 +168,8 @@ class Draw:
         return self.of(torch.float32, dtype)
 
     def layout(self, expanded: bool = True) -> str:
+        if self.options.layouts:
+            return self.of(*self.options.layouts)
         return "plain" if self.options.whole else self.of(*LAYOUTS[: len(LAYOUTS) - (not expanded)])
 
     def lead(self, M: int) -> tuple[int, ...]:
@@ -924,7 +927,7 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
     L, c, out, r = d.of(0, 1, 1, 1, 2, 2, 2), d.of(1, 2, 5), d.of(1, 2, 7), d.of(1, 2, 3)
     kernel, space = [d.of(1, 2, 3) for _ in range(n)], [d.of(5, 6, 9) for _ in range(n)]
     if n == 1 and d.chance(0.3):
-        space = [1100]  # more points than one program has
+        space = [d.of(1100, 4200)]  # more points than one program has, and than one strip of sums
     how = {"stride": d.of(1, 1, 2), "padding": d.of(0, 1), "dilation": d.of(1, 1, 2), "groups": G, "transposed": transposed}
     if not transposed:
         how["padding_mode"] = d.of("zeros", "zeros", "circular", "reflect", "replicate")

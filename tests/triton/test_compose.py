@@ -17,3 +17,15 @@ def test_past_two_to_the_31_elements():
     g = torch.rand(N, device=device.NAME)
     y = dora_compose(base, base, g, s=1.0)
     torch.testing.assert_close(y[-3:], (g * 2 * base[-3:].float()).bfloat16())
+
+
+@needs_gpu
+def test_past_two_to_the_31_elements_of_planes():
+    from fdora.triton import compose
+
+    L, N, P = 3, 64, 12_000_000
+    base = torch.zeros(L, N, P, device=device.NAME, dtype=torch.bfloat16)
+    base[-1, -1, -5:] = 2
+    g = torch.full((N,), 3.0, device=device.NAME)
+    y = compose.compose_fwd(base, base, g, None, 1.0, False)
+    assert y[-1, -1, -5:].tolist() == [12.0] * 5 and y[-1, -1, :-5].abs().max() == 0

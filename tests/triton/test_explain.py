@@ -19,248 +19,45 @@ from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import device_of
 from fdora.triton.runtime.plan import Plan
 from tests import device
-from tests.make import tensors
+from tests.triton.drawn import NAMES, calls
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 H = torch.float16
-NEEDS = ("x", "A", "B", "m")
 
 
 def draw(*shape, dtype=H, grad=False, std=0.1):
     return (torch.randn(shape, device=device.NAME) * std).to(dtype).requires_grad_(grad)
 
 
-def layer(N=40, K=48, r=4, dtype=H, adapter=None, needs=NEEDS, bias=False, norm=False, s=2.0):
-    adapter = adapter or dtype
-    W, A, B = (
-        draw(N, K, dtype=dtype),
-        draw(r, K, dtype=adapter, grad="A" in needs),
-        draw(N, r, dtype=adapter, grad="B" in needs),
+def layer(adapter=H, grad=True, dtype=H):
+    W, A, B, m = (
+        draw(*shape, dtype=dtype if shape == (40, 48) else adapter, grad=grad and shape != (40, 48))
+        for shape in ((40, 48), (4, 48), (40, 4), (40,))
     )
-    m = draw(N, dtype=adapter, grad="m" in needs)
-    return F.DoraLayer(W, A, B, m, s, draw(N, dtype=dtype, grad=True) if bias else None, norm_of(W, A, B) if norm else None)
+    return F.DoraLayer(W, A, B, m, 2.0)
 
 
-def norm_of(W, A, B):
-    return (W.float() + 2 * B.detach().float() @ A.detach().float()).norm(dim=1)
-
-
-def coded(N=40, K=48, norm=False, needs=NEEDS):
-    la = layer(N, K, adapter=torch.float32, needs=needs, norm=norm)
-    return la._replace(W=quantize(la.W, "nf4" if K == 48 else "mxfp4"))
+def coded(grad=True):
+    la = layer(torch.float32, grad)
+    return la._replace(W=quantize(la.W, "nf4"))
 
 
 def twice():
     return opaque(lambda t: 2 * t, (40, 48), H, device.NAME, (draw(40, 48),))
 
 
-def one(M=80, lead=(), x=None, needs=NEEDS, dtype=H, of=None, **options):
-    la = of or layer(needs=needs, dtype=dtype, **options.pop("layer", {}))
-    x = draw(*lead, M, la.W.shape[1], dtype=dtype, grad="x" in needs) if x is None else x
-    options |= {"bias": la.bias, "norm": la.norm}
-    return F.dora_linear, (x, *la[:4]), {"s": la.s, **options}
+def one(la, M=80, **options):
+    return F.dora_linear, (draw(M, 48, dtype=la.W.dtype, grad=True), *la[:4]), {"s": 2.0, **options}
 
 
-def transposed():
-    la = layer()
-    return one(of=la._replace(W=la.W.T.contiguous().T))
+def eight_bits(M):
+    return one(coded()._replace(W=quantize(draw(40, 48), "fp8")), M, compute="fp8")
 
 
-def unaligned():
-    return one(x=draw(80, 49)[:, 1:].requires_grad_())
-
-
-def scattered():
-    return one(x=draw(80, 96)[:, ::2].requires_grad_())
-
-
-def group(*layers, M=80, **options):
-    return F.dora_linear_group, (draw(M, 48, grad=True), list(layers)), options
-
-
-def mlp(M=80, needs=NEEDS, grad=True, bias=True, **options):
-    layers = (layer(32, 48, needs=needs), layer(32, 48, needs=needs, bias=bias), layer(24, 32, needs=needs))
-    return F.dora_mlp, (draw(2, M // 2, 48, grad=grad), *layers), options
-
-
-def weights(dtype=H, adapter=None, N=40, K=48):
-    la = layer(N, K, dtype=dtype, adapter=adapter, needs=())
-    return la.W, la.A, la.B
-
-
-def composed(fn, lead=(5,), needs=(True, True, True, True)):
-    base, lora, g, bias = (
-        draw(*shape, grad=need) for shape, need in zip(((*lead, 7, 48), (*lead, 7, 48), (48,), (48,)), needs, strict=True)
-    )
-    g = g.detach().float().requires_grad_(needs[2])
-    return fn, (base, lora, g), {"s": 2.0} | ({"bias": bias} if fn is F.dora_compose else {})
-
-
-def merged(fn, norm):
-    W, A, B = weights()
-    return fn, (W, A, B, draw(40) + 1), {"s": 2.0, "norm": norm_of(W, A, B) if norm else None}
-
-
-def embedded(axis=0, given=False, **more):
-    """A table whose rows are those of a layer's weight, or its columns."""
-    t = tensors(40, 48, 8, dtype=torch.float16, adapter=torch.float32)
-    W, A, B = (t["W"].T.contiguous(), t["A"], t["B"]) if axis == 0 else (t["W"], t["B"].T, t["A"].T)
-    leaves = [v.detach().requires_grad_() for v in (A, B, t["m"])]
-    c = {"norm": torch.ones(40, device=device.NAME)} if given else {}
-    return (
-        F.dora_embedding,
-        (torch.arange(12, device=device.NAME).view(3, 4), W, *leaves),
-        {"s": 2.0, "norm_axis": axis} | c | more,
-    )
-
-
-def bank(M=80, G=3, needs=NEEDS, bias=False, norm=False, ids=False, ranks=None, plain=False, **options):
-    x, W, A, B = (
-        draw(M, 48, grad="x" in needs),
-        draw(40, 48),
-        draw(G, 4, 48, grad="A" in needs),
-        draw(G, 40, 4, grad="B" in needs),
-    )
-    m = None if plain else draw(G, 40, grad="m" in needs)
-    ends = torch.tensor([M // 4, M // 2, M - 1][:G], dtype=torch.int32, device=device.NAME)
-    whose = {"ids": torch.arange(M, device=device.NAME) % (G + 1) - 1} if ids else {"offsets": ends}
-    c = torch.rand(G, 40, device=device.NAME) + 1 if norm else None
-    given = {"bias": draw(40, grad=True) if bias else None, "norm": c, "ranks": ranks, "s": [2.0] * G}
-    return F.dora_linear_multi, (x, W, A, B, m), whose | given | options
-
-
-def convolved(fn=F.dora_conv2d, x=(2, 8, 9, 7), W=(12, 8, 3, 3), r=4, last=False, bias=False, norm=False, adapter=H, **how):
-    n, transposed, groups = len(W) - 2, how.get("transposed", False), how.get("groups", 1)
-    out = W[1] * groups if transposed else W[0]
-    A = (W[0] // groups, r, *W[2:]) if transposed else (r, *W[1:])
-    x = draw(*x, grad=True)
-    x = x.detach().to(memory_format=torch.channels_last).requires_grad_() if last else x
-    given = {"bias": draw(out, grad=True) if bias else None, "norm": torch.rand(out, device=device.NAME) + 1 if norm else None}
-    leaves = (draw(*shape, dtype=adapter, grad=True) for shape in (A, (out, r, *[1] * n), (out,)))
-    return fn, (x, draw(*W), *leaves), {"s": 2.0, **given, **how}
-
-
-def expert_layer(N, K, E=3, bias=False, norm=False, needs=NEEDS):
-    drawn = [draw(E, N, K), *(draw(E, *shape, grad=n in needs) for n, shape in (("A", (4, K)), ("B", (N, 4)), ("m", (N,))))]
-    return F.DoraLayer(
-        *drawn, 2.0, draw(E, N, grad=True) if bias else None, torch.rand(E, N, device=device.NAME) if norm else None
-    )
-
-
-def whose(T, k=None, gates=False, E=3):
-    if k is None:
-        return {"offsets": torch.tensor([T // 4, T // 2, T - 1], dtype=torch.int32, device=device.NAME)}
-    ids = (torch.arange(T * k, device=device.NAME) % (E + 1) - 1).view(T, k)
-    return {"ids": ids, "gates": torch.rand(T, k, device=device.NAME, requires_grad=gates == "trained") if gates else None}
-
-
-def mixture(T=40, k=None, gates=False, needs=NEEDS, **options):
-    la = expert_layer(40, 48, needs=needs, **options)
-    return (
-        F.dora_experts,
-        (draw(T, 48, grad="x" in needs), *la[:4]),
-        {"s": 2.0, "bias": la.bias, "norm": la.norm} | whose(T, k, gates),
-    )
-
-
-def mixture_mlp(T=40, k=None, gates=False, needs=NEEDS, grad=True, **options):
-    layers = expert_layer(64, 48, needs=needs, **options), expert_layer(48, 32, needs=needs)
-    return F.dora_experts_mlp, (draw(T, 48, grad=grad), *layers), whose(T, k, gates)
-
-
-CALLS = {
-    "a convolution": convolved,
-    "a convolution, channels last": lambda: convolved(last=True, bias=True),
-    "a convolution with groups, norm given": lambda: convolved(W=(12, 4, 3, 3), groups=2, norm=True, padding=1),
-    "a convolution of one axis": lambda: convolved(F.dora_conv1d, (2, 8, 9), (12, 8, 3)),
-    "a transposed convolution": lambda: convolved(W=(8, 12, 3, 3), transposed=True, stride=2),
-    "a transposed convolution with groups": lambda: convolved(W=(8, 6, 3, 3), transposed=True, groups=2),
-    "a convolution of float32 adapters": lambda: convolved(adapter=torch.float32),
-    "a convolution of one image": lambda: convolved(F.dora_conv3d, (8, 5, 6, 7), (12, 8, 3, 3, 3)),
-    "experts": mixture,
-    "experts, norm given": lambda: mixture(norm=True, bias=True),
-    "experts, no gradient": lambda: mixture(needs=(), k=2, gates=True),
-    "experts by ids": lambda: mixture(k=2),
-    "experts by gates": lambda: mixture(k=2, gates="trained"),
-    "experts, only m": lambda: mixture(k=2, gates=True, needs=("m",)),
-    "an MLP of experts": mixture_mlp,
-    "an MLP of experts by ids": lambda: mixture_mlp(k=2),
-    "an MLP of experts by gates": lambda: mixture_mlp(k=2, gates="trained", bias=True),
-    "an MLP of experts, no gradient": lambda: mixture_mlp(k=2, gates=True, needs=(), grad=False),
-    "many adapters": bank,
-    "many adapters, few tokens": lambda: bank(M=8, norm=True),
-    "many adapters, tokens in any order": lambda: bank(ids=True, bias=True, ranks=[4, 2, 1]),
-    "many adapters, dropout": lambda: bank(dropout_p=0.2, seed=[1, 2, 3]),
-    "many adapters, no gradient": lambda: bank(needs=()),
-    "many adapters without m": lambda: bank(plain=True, needs=("x", "A")),
-    "norms of a bank": lambda: (F.dora_norm, (draw(40, 48), draw(3, 4, 48), draw(3, 40, 4)), {"s": [1.0, 2.0, 3.0]}),
-    "many tokens": one,
-    "few tokens": lambda: one(M=3, lead=(2, 5)),
-    "one token": lambda: one(M=1),
-    "float32": lambda: one(dtype=torch.float32),
-    "float32 adapter": lambda: one(layer=dict(adapter=torch.float32)),
-    "a bias": lambda: one(layer=dict(bias=True)),
-    "norm given": lambda: one(layer=dict(norm=True)),
-    "keep_inner": lambda: one(keep_inner=True),
-    "full": lambda: one(detach=False),
-    "full, float32 adapter": lambda: one(layer=dict(adapter=torch.float32), dtype=HALF[0], detach=False),
-    "a residual": lambda: one(residual=draw(80, 40)),
-    "a residual, few tokens": lambda: one(M=3, residual=draw(3, 40)),
-    "full, norm given": lambda: one(layer=dict(norm=True), detach=False),
-    "an MLP, full": lambda: mlp(detach=False),
-    "lora dropout": lambda: one(dropout_p=0.2, seed=1),
-    "peft dropout": lambda: one(dropout_p=0.2, seed=1, dropout_mode="peft"),
-    "no gradient": lambda: one(needs=()),
-    "only m": lambda: one(needs=("m",)),
-    "only x": lambda: one(needs=("x",)),
-    "no m": lambda: one(needs=("x", "A", "B")),
-    "transposed W": transposed,
-    "unaligned x": unaligned,
-    "x with gaps": scattered,
-    "a group": lambda: group(layer(), layer(16, bias=True, norm=True), F.DoraLayer(draw(24, 48)), layer(8)),
-    "a group with other s": lambda: group(layer(), layer(s=1.0)),
-    "a group, few tokens": lambda: group(layer(), layer(8), M=4),
-    "a group, dropout": lambda: group(layer(), layer(8), dropout_p=0.2, seed=[1, 2]),
-    "frozen layers": lambda: group(F.DoraLayer(draw(24, 48), bias=draw(24, grad=True)), F.DoraLayer(draw(8, 48))),
-    "an MLP": mlp,
-    "an MLP, few tokens": lambda: mlp(M=4, act="gelu"),
-    "an MLP, no gradient": lambda: mlp(needs=(), grad=False, bias=False),
-    "an MLP, peft dropout": lambda: mlp(dropout_p=0.2, dropout_mode="peft", seed=[1, 2, 3]),
-    "codes": lambda: one(of=coded()),
-    "codes, few tokens": lambda: one(of=coded(), M=3),
-    "codes, norm given": lambda: one(of=coded(norm=True), needs=("A", "B", "m")),
-    "codes, no gradient": lambda: one(of=coded(needs=()), needs=()),
-    "a group with codes": lambda: group(coded(), layer(), F.DoraLayer(coded().W)),
-    "an MLP of codes": lambda: (F.dora_mlp, (draw(80, 48, grad=True), coded(32), layer(32, bias=True), coded(48, 32)), {}),
-    "a norm of codes": lambda: (F.dora_norm, coded(needs=())[:3], {"s": 2.0, "squared": True}),
-    "codes that plain torch decodes": lambda: one(of=coded()._replace(W=twice())),
-    "a norm of codes with a state": lambda: (lambda w: (F.dora_norm, w, {"s": 2.0, "state": F.dora_norm_state(w[0])}))(
-        coded(needs=())[:3]
-    ),
-    "a norm of codes in little memory": lambda: (F.dora_norm, coded(needs=())[:3], {"s": 2.0, "max_bytes": 2**14}),
-    "a merge of codes": lambda: (F.dora_merge, coded(needs=())[:4], {"s": 2.0}),
-    "8-bit products": lambda: one(of=coded()._replace(W=quantize(draw(40, 48), "fp8")), compute="fp8"),
-    "8-bit products, few tokens": lambda: one(
-        of=coded(norm=True)._replace(W=quantize(draw(40, 48), "fp8")), compute="fp8", M=3
-    ),
-    "an embedding": lambda: embedded(),
-    "an embedding, norm given": lambda: embedded(given=True),
-    "an embedding of a table of rows": lambda: embedded(axis=1),
-    "an embedding, a sparse gradient": lambda: embedded(sparse=True),
-    "a norm": lambda: (F.dora_norm, weights(), {"s": 2.0}),
-    "a norm of float32": lambda: (F.dora_norm, weights(torch.float32), {"s": 2.0}),
-    "a norm of mixed": lambda: (F.dora_norm, weights(adapter=torch.float32), {"s": 2.0}),
-    "a norm of columns": lambda: (F.dora_norm, weights(), {"s": 2.0, "norm_axis": 0}),
-    "a squared norm": lambda: (F.dora_norm, weights(), {"s": 2.0, "squared": True}),
-    "a norm in little memory": lambda: (F.dora_norm, weights(N=300), {"s": 2.0, "max_bytes": 2**13}),
-    "a norm with a state": lambda: (lambda w: (F.dora_norm, w, {"s": 2.0, "state": F.dora_norm_state(w[0])}))(weights()),
-    "compose": lambda: composed(F.dora_compose),
-    "compose of a vector": lambda: composed(F.dora_compose, lead=()),
-    "compose for g alone": lambda: composed(F.dora_compose, needs=(False, False, True, False)),
-    "delta": lambda: composed(F.dora_delta),
-    "merge": lambda: merged(F.dora_merge, False),
-    "merge, norm given": lambda: merged(F.dora_merge, True),
-    "unmerge": lambda: merged(F.dora_unmerge, True),
+OTHERS = {  # what tests/cases.py does not draw
+    "8-bit products": lambda: eight_bits(80),
+    "8-bit products, few tokens": lambda: eight_bits(3),
+    "codes that plain torch decodes": lambda: one(coded()._replace(W=twice())),
 }
 
 
@@ -283,37 +80,36 @@ def backward_of(out):
 
 
 @needs_kernels
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("what", [*NAMES, *OTHERS])
 def test_it_says_what_the_real_call_does(what, monkeypatch):
     """The plans that run, and the tensors that autograd keeps: other arguments than the first are parameters."""
-    fn, args, kwargs = CALLS[what]()
-    monkeypatch.setattr(walk, "_plans", {})
-    with monkeypatch.context() as patch:
-        patch.setattr(explaining, "describe", lambda plan, rates: plan)
+    monkeypatch.setattr(explaining, "describe", lambda plan, rates: plan)
+    for fn, args, kwargs in [OTHERS[what]()] if what in OTHERS else calls(what, 8):
+        monkeypatch.setattr(walk, "_plans", {})
         said = explain(fn, *args, backend="triton", **kwargs)
-    assert not walk._plans and said.plans
-    saved = {}
+        assert not walk._plans
+        saved = {}
 
-    def pack(t):
-        if t.shape not in ((), (0,)):
-            saved.setdefault(t.untyped_storage().data_ptr(), t)
-        return t
+        def pack(t, saved=saved):
+            if t.dim() and t.numel():
+                saved.setdefault(t.untyped_storage().data_ptr(), t)
+            return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = fn(*args, backend="triton", **kwargs)
-    backward_of(y)
-    plans = [plan for plan in said.plans if isinstance(plan, Plan)]  # no decoding by plain torch
-    assert distinct(plans) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
-    parameters = () if fn in (F.dora_compose, F.dora_delta) else (args[1:], kwargs)
-    own = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(parameters) if isinstance(t, torch.Tensor)}
-    found = sorted((tuple(t.shape), str(t.dtype)) for at, t in saved.items() if at not in own)
-    assert sorted((t.shape, str(t.dtype)) for t in said.kept) == found
-    assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = fn(*args, backend="triton", **kwargs)
+        backward_of(y)
+        plans = [plan for plan in said.plans if isinstance(plan, Plan)]  # no decoding by plain torch
+        assert distinct(plans) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
+        parameters = () if fn in (F.dora_norm, F.dora_compose, F.dora_delta) else (args[1:], kwargs)
+        own = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(parameters) if isinstance(t, torch.Tensor)}
+        found = sorted((tuple(t.shape), str(t.dtype)) for at, t in saved.items() if at not in own)
+        assert sorted((t.shape, str(t.dtype)) for t in said.kept if t.nbytes) == found
+        assert all(t.nbytes == torch.Size(t.shape).numel() * t.dtype.itemsize for t in said.kept)
 
 
 @needs_kernels
 def test_under_autocast(monkeypatch):
-    fn, args, kwargs = one(dtype=torch.float32)
+    fn, args, kwargs = one(layer(torch.float32, dtype=torch.float32))
     monkeypatch.setattr(walk, "_plans", {})
     monkeypatch.setattr(explaining, "describe", lambda plan, rates: plan)
     with torch.autocast(device.NAME, dtype=H):
@@ -350,7 +146,7 @@ def test_what_it_says_of_codes():
 
 
 def test_decoding_by_plain_torch_is_a_step_without_a_plan():
-    la = coded(needs=())
+    la = coded(grad=False)
     said = explain(F.dora_linear, draw(8, 48, grad=True), twice(), *coded()[1:4], s=2.0, gpu="h200")
     assert [plan.name for plan in said.plans] == [
         "decoding of W",

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fdora.functional import (
     DoraLayer,
@@ -32,11 +33,12 @@ from fdora.functional import (
 from fdora.quant import quantize
 from tests import device, reference
 from tests.close import rel_l2
+from tests.cover import covering
 from tests.make import tensors
 from tests.memory import peak_bytes
+from tests.triton.drawn import NAMES, calls
 from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels
-from tests.triton.test_explain import CALLS as OTHERS
-from tests.triton.test_explain import backward_of
+from tests.triton.test_explain import OTHERS, backward_of
 
 either = needs_kernels
 gpu = needs_gpu
@@ -367,8 +369,13 @@ def test_past_two_to_the_31_elements(mode):
         assert rel_l2(got[n], truth[n]) <= 6e-3, n
 
 
+def form(v):
+    """What an op may look at but for sizes and values."""
+    return (v.dtype, v.ndim) if isinstance(v, torch.Tensor) else v if isinstance(v, (bool, str)) or v is None else type(v)
+
+
 class Seen(TorchDispatchMode):
-    """Notes the arguments of every custom op, by its name: of one form once."""
+    """Notes the arguments of every custom op, by its name, and the form of each."""
 
     def __init__(self):
         super().__init__()
@@ -377,13 +384,13 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "fdora":
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            form = tree_map_only(torch.Tensor, lambda t: (t.dtype, t.ndim), args)
-            self.args.setdefault(op._schema.name.removeprefix("fdora::"), {}).setdefault(str(form), args)
+            forms = [f"{i} {tree_map(form, v)}" for i, v in enumerate(args)]
+            self.args.setdefault(op._schema.name.removeprefix("fdora::"), []).append((args, forms))
         return op(*args, **kwargs or {})
 
 
 def more_calls():
-    """Ops that no call of test_explain.py reaches, and forms of those that some do."""
+    """Ops that no drawn call reaches, and forms of those that some do."""
     t = inputs(9)
     W, A, B, m, x = (t[n] for n in ("W", "A", "B", "m", "x"))
     codes, bank = quantize(torch.cat([W, W]), "nf4"), [torch.stack([v, v]).requires_grad_() for v in (A, B, m)]
@@ -399,12 +406,12 @@ def more_calls():
 @pytest.fixture(scope="module")
 def seen():
     with Seen() as found:
-        for make in OTHERS.values():
-            fn, args, kwargs = make()
+        drawn = (found for name in NAMES for found in calls(name, 10))
+        for fn, args, kwargs in (*(make() for make in OTHERS.values()), *drawn):
             backward_of(fn(*args, backend="triton", **kwargs))
         for y in more_calls():
             backward_of(tuple(y) if isinstance(y, list) else y)
-    return {name: list(forms.values()) for name, forms in found.args.items()}
+    return {name: list(islice(covering(each), 8)) for name, each in found.args.items()}
 
 
 def custom_ops():

@@ -49,19 +49,6 @@ def test_round_trip_zero_rows_and_lost_rows():
     assert lost.isnan().all(1).tolist() == [True, False, False] * 2
 
 
-def test_mixed_adapters_nan_rows_strides_and_nothing_at_all():
-    t = tensors(40, 70, 20, dtype=torch.float16)
-    want = triton_merge(t)
-    turned = t | {n: t[n].T.contiguous().T for n in "WAB"}
-    odd = t | {n: torch.stack([t[n], torch.full_like(t[n], float("nan"))], -1)[..., 0] for n in "WABm"}
-    for other in (turned, odd, t | {"A": t["A"].float()}, t | {"B": t["B"].float()}, t | {"m": t["m"].float()}):
-        got = triton_merge(other)
-        assert got.is_contiguous() and rel_l2(got, want) <= 1e-5
-    assert triton_merge(t | {"W": t["W"][:0], "B": t["B"][:0], "m": t["m"][:0]}).shape == (0, 70)
-    t["W"][7, 3] = t["B"][9, 1] = float("nan")
-    assert triton_merge(t).isnan().any(1).nonzero().flatten().tolist() == [7, 9]
-
-
 def test_the_start_comes_back_bit_for_bit():
     """B = 0 and m = c: g is exactly one."""
     for dtype in DTYPES:

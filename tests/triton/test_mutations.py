@@ -45,6 +45,11 @@ FAULTS = [
     ("experts", "tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),
     ("linear", "x, byte_scales(W, n, k,", "x, byte_scales(W, n * 0, k,"),  # of a W that is decoded for a product
     ("linear", "tl.where(c > EPS, -out * g, 0.0)", "tl.where(c > EPS, out * g, 0.0)"),
+    ("merge", "acc = unscaled(acc, low, n, k, N, K)\n    g = g_tile", "g = g_tile"),  # beside a float32 factor
+    ("conv", "gn = tl.load(g + m % N)[:, None]\n", "gn = tl.load(g + m * 0)[:, None]\n"),
+    ("conv", "at = ((m // N).to(tl.int64) * strips + strip) * N", "at = ((m // N).to(tl.int64) * strips) * N"),
+    ("multi", "bt = tl.where(inside[None, :], bt, 0.0).to(h", "bt = bt.to(h"),  # what lies beyond a rank
+    ("experts", "pair // k, n), mask=within(i, n, M, N)", "pair // (k + 1), n), mask=within(i, n, M, N)"),
 ]
 
 
@@ -69,9 +74,9 @@ def swap(monkeypatch, folder, old, new):
                 monkeypatch.setattr(getattr(kernels, name), part, getattr(kernel, part))
 
 
-def caught_by(name, most=30):
+def caught_by(name, most=30, drawn=None):
     """The first case of this function that is red, and how."""
-    drawn = usual(device.NAME, "triton")._replace(largest=40)
+    drawn = drawn or usual(device.NAME, "triton")._replace(largest=40)
     for k in range(most):
         try:
             list(rounds(name, lambda part: Draw(random.Random(f"fault {k} {part}"), drawn)))

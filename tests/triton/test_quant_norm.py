@@ -434,29 +434,6 @@ def test_every_partial_is_written_and_bits_repeat(monkeypatch, chosen_anew):
 
 
 @needs_kernels
-def test_fewer_rows_at_a_time(monkeypatch, chosen_anew):
-    """float32 factors are split for as many rows as a budget holds, or multiplied as they are."""
-    from fdora.triton import split
-
-    for case in (
-        four("nf4", "nested", 300, 130, 64),
-        four("fp4", "e8m0", 300, 128, 32, False),
-        eight("int8", "block", 300, 70),
-    ):
-        A, B = adapter(case, 24, FP32)
-        want = run(case, A, B, dense=FP32)
-        for budget, parts in ((71_000, 3), (1000, 1)):
-            chosen_anew.clear()
-            with monkeypatch.context() as patch:
-                patch.setattr(split, "BUDGET", budget)
-                got = run(case, A, B, dense=FP32)
-            (plan,) = chosen_anew.values()
-            assert len(launches(plan, "quant")) == parts
-            assert torch.equal(got[1], want[1])
-            assert_norm(got[0], case.W, A, B, 0.7)
-
-
-@needs_kernels
 def test_nothing_of_something():
     for N, K in ((0, 64), (5, 0)):
         for case in (four("nf4", "fp32", N, K), eight("int8", "tensor", N, K)):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_norm
+from fdora.functional import dora_linear, dora_norm
 from fdora.triton import scaled_weight
 from fdora.triton.linear import plan_backward
 from tests import device, reference
@@ -12,7 +12,6 @@ from tests.make import grads, tensors, tracked
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 from tests.triton.written import HOPPER, alike, kernels, layer
 
-LORA = dict(dropout_p=0.3, dropout_mode="lora", seed=5)
 SAYS = "; W is scaled by g, and dy is not"
 
 
@@ -60,82 +59,6 @@ def test_as_far_from_float64_as_with_dz(shape, adapter, dtype, monkeypatch, scal
         for n, v in got.items():
             assert torch.equal(v, again[n]) and v.dtype == t[n].dtype, n
             assert rel_l2(v, truth[n]) <= 1.25 * rel_l2(with_dz[n], truth[n]), (n, bias is None)
-
-
-@needs_kernels
-@pytest.mark.parametrize("adapter", ["of x", "float32"])
-@pytest.mark.parametrize("names", ["xABm", "xB", "xAm"])
-def test_dB_out_of_long_strips(names, adapter, as_hopper, monkeypatch, scaled):
-    """Of many tokens, as if these were many: two strips, the second one ragged. h is read as it lies."""
-    t = tensors(137, 64, 24, (150,), HALF[0], HALF[0] if adapter == "of x" else torch.float32)
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
-    _, want = gradients(t, names, norm=c)
-    monkeypatch.setattr("fdora.triton.scale.long_strip", lambda *_: 128)
-    if device.NAME == "cpu":
-        as_hopper()
-    scaled.clear()
-    dy, got = gradients(t, names, norm=c)
-    (plan,) = (plan for plan in scaled.values() if plan.name == "dora_linear backward")
-    assert kernels(plan)["by_g_kernel"] == 2 and "factors_kernel" not in kernels(plan)
-    wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, *names)
-    truth = grads(reference.dora(*(wide[n] for n in "xWABms"), c=c), dy.double(), **{n: wide[n] for n in names})
-    for n, v in got.items():
-        assert v.dtype == t[n].dtype and rel_l2(v, truth[n]) <= 1.5 * rel_l2(want[n], truth[n]), n
-
-
-@needs_kernels
-def test_under_dropout(scaled):
-    """Of the adapter's input; "peft" needs dy and g dy, and keeps dz."""
-    t = tensors(48, 64, 8, (200,), HALF[0], torch.float32)
-    c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
-    dy, got = gradients(t, norm=c, **LORA)
-    assert all(took(scaled))
-    scaled.clear()
-    gradients(t, norm=c, **LORA | {"dropout_mode": "peft"})
-    assert not any(took(scaled))
-    wide = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}
-    leaves = tracked(wide, *"xABm")
-    y = dora_linear(*(leaves[n] for n in "xWABm"), s=t["s"], norm=c.double(), backend="eager", **LORA)
-    truth = grads(y, dy.double(), **{n: leaves[n] for n in "xABm"})
-    for n, v in got.items():
-        assert rel_l2(v, truth[n]) < 3 * torch.finfo(HALF[0]).eps, n
-
-
-@needs_kernels
-@pytest.mark.parametrize("rows", [40, 200])
-def test_rows_without_magnitude_keep_their_gradient(rows, scaled):
-    t = tensors(48, 64, 8, (64 + rows,), HALF[0], torch.float32, kind="zero_m")
-    dy, got = gradients(t, "xm")
-    assert all(took(scaled))
-    wide = tracked({n: v.double() if isinstance(v, torch.Tensor) else v for n, v in t.items()}, "m")
-    (want,) = torch.autograd.grad(reference.dora(*(wide[n] for n in "xWABms")), wide["m"], dy.double())
-    assert rel_l2(got["m"][::3], want[::3]) <= 5e-3 and rel_l2(got["m"], want) <= 5e-3
-
-
-@needs_kernels
-def test_some_columns_at_a_time_and_layers_on_one_x(monkeypatch, scaled):
-    """A copy that would be too large, the last part narrower; the second layer's dx is added to the first one's."""
-    t, u = (tensors(N, 160, 8, (100,), HALF[0], torch.float32) for N in (48, 32))
-
-    def call():
-        leaves, others = tracked(t, *"xABm"), tracked(u, *"ABm")
-        layers = [DoraLayer(*(each[n] for n in "WABm"), t["s"]) for each in (leaves, others)]
-        ys = dora_linear_group(leaves["x"], layers, backend="triton")
-        torch.manual_seed(1)
-        dys = [torch.randn(y.shape, device=y.device).to(y.dtype) for y in ys]
-        return torch.autograd.grad(ys, [leaves["x"], *(each[n] for each in (leaves, others) for n in "ABm")], dys)
-
-    whole = call()
-    monkeypatch.setattr(scaled_weight, "COLUMNS", 64)
-    monkeypatch.setattr(scaled_weight, "AT_ONCE", 48 * 64 * 2)
-    scaled.clear()
-    parts = call()
-    (plan,) = (plan for plan in scaled.values() if plan.name.startswith("backward"))
-    assert SAYS in plan.path and kernels(plan)["by_g_kernel"] >= 3 + 2
-    scaled.clear()
-    monkeypatch.setattr(scaled_weight, "moves_less", lambda *_: False)
-    for got, same, want in zip(parts, whole, call(), strict=True):
-        assert max(rel_l2(got, same), rel_l2(got, want)) < 2 * torch.finfo(HALF[0]).eps
 
 
 # what needs no kernels

@@ -30,9 +30,10 @@ from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
 from tests import device  # noqa: E402
+from tests.triton.drawn import NAMES, calls  # noqa: E402
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: E402, F401
 from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording, setup_of  # noqa: E402
-from tests.triton.test_explain import CALLS, backward_of  # noqa: E402
+from tests.triton.test_explain import backward_of  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
     FP16,
@@ -679,21 +680,18 @@ def test_no_tensor_outlives_its_call(M, chosen_anew):
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "what",
-    ["float32", "peft dropout", "a group", "an MLP", "a norm", "a norm of mixed", "a norm with a state", "compose", "merge"],
-)
-def test_no_tensor_outlives_a_call_of_any_op(what, chosen_anew):
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tensor_outlives_a_call_of_any_op(name, chosen_anew):
     """Neither what was passed nor what it made, on a first call and on one of a plan that is there."""
     for _ in range(2):
-        fn, args, kwargs = CALLS[what]()
-        out = fn(*args, backend="triton", **kwargs)
-        backward_of(out)
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-        refs = [weakref.ref(t) for t in (*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None))]
-        del args, kwargs, out, tensors
-        gc.collect()
-        assert chosen_anew and len(refs) >= 4 and not [r for r in refs if r() is not None]
+        for fn, args, kwargs in calls(name, 4):
+            out = fn(*args, backend="triton", **kwargs)
+            backward_of(out)
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            refs = [weakref.ref(t) for t in (*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None))]
+            del args, kwargs, out, tensors
+            gc.collect()
+            assert chosen_anew and len(refs) >= 4 and not [r for r in refs if r() is not None]
 
 
 @needs_kernels

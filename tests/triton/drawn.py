@@ -1,0 +1,53 @@
+"""Calls of public functions with the arguments that tests/cases.py draws, which are not made."""
+
+import random
+
+import pytest
+
+from fdora.functional import dora_embedding, dora_experts, dora_experts_mlp, dora_linear_multi
+from fdora.functional.explain import CALLS
+from fdora.quant import QuantWeight
+from tests import cases, device
+
+NAMES = [name for name in cases.FUNCTIONS if name not in ("base_sqnorm", "scale", "init")]
+
+
+class Asked(Exception):
+    """In the place of a call."""
+
+
+def refused(fn, args, kwargs):
+    """By explain(): experts of codes, and a gradient that torch counts rows for; of other codes of a bank it does not name the
+    plan that decodes. What plain torch alone has is no plan."""
+    weights = (
+        [la.W for la in args[1:]] if fn is dora_experts_mlp else args[1:2] if fn in (dora_experts, dora_linear_multi) else ()
+    )
+    counted = kwargs.get("sparse") and kwargs["norm_axis"] == 1
+    return any(isinstance(W, QuantWeight) for W in weights) or (fn is dora_embedding and ("max_norm" in kwargs or counted))
+
+
+def call(name, k, options):
+    """The first call of a case that explain() knows: the function, arguments, keywords. Some leaves want a gradient."""
+    drawn = cases.usual(device.NAME)._replace(**{"dtypes": ["fp16", "fp32"], "largest": 80} | options)
+    fresh, e = cases.FUNCTIONS[name](cases.Draw(random.Random(f"{name} {k}"), drawn)), cases.Draw(random.Random(k), drawn)
+    problem = fresh(e)
+    leaves = {n: problem.tensors[n].detach().requires_grad_() for n in problem.trainable if e.chance(0.7)}
+
+    def ask(fn):
+        def asked(*args, **kwargs):
+            raise Asked(fn, args, {n: v for n, v in kwargs.items() if n != "backend"})
+
+        return asked
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Asked) as found:
+        for fn in CALLS:
+            if hasattr(cases, fn.__name__):
+                patch.setattr(cases, fn.__name__, ask(fn))
+        problem.call(problem.tensors | leaves)
+    if not refused(*found.value.args) and not any(t.isnan().any() for t in problem.tensors.values()):
+        return found.value.args
+
+
+def calls(name, count, **options):
+    """Those of so many cases, without NaN."""
+    return filter(None, (call(name, k, options) for k in range(count)))

@@ -1,0 +1,175 @@
+"""Cases of tests/cases.py by the ways that only a large call or a Hopper takes: a function, and what is exchanged for it."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
+
+from fdora.triton import embedding
+from fdora.triton.tiles.configs import GemmConfig, ScaleConfig, power_of_two
+from fdora.triton.tiles.product import Way, fused_config
+from tests import device
+from tests.cases import Draw, rounds, usual
+from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
+from tests.triton.test_mutations import caught_by, swap
+from tests.triton.written import kernels
+
+pytestmark = needs_kernels
+TALL = GemmConfig(True, 64, 64, 64, 8, False, False, 4, 3)
+
+
+class By(NamedTuple):
+    """A function of tests/cases.py, what stands elsewhere in fdora.triton then, what its calls are drawn from, and what must run."""
+
+    name: str
+    kernel: str
+    changes: dict
+    drawn: dict
+    hopper: bool = False
+
+
+LARGE = embedding.config_of(70_000, 300, 20, True, 2)  # of many tokens
+
+
+def product_by(kind):
+    def way(ask):
+        return Way("fused", TALL, 0.0) if kind == "tall" else Way(kind, fused_config(ask) if kind == "fused" else None, 0.0)
+
+    return {"product.product_way": way}
+
+
+def walks(**change):
+    def config(_, r):
+        return LARGE._replace(BLOCK_T=16, BLOCK_D=64, BLOCK_R=power_of_two(r), **change)
+
+    return {"embedding.WALKS": 64, "embedding.walk_config": config}
+
+
+G_W = {"scaled_weight.moves_less": lambda *_: True}
+IN_PARTS = {"scaled_weight.COLUMNS": 64, "scaled_weight.AT_ONCE": 48 * 64 * 2}
+APART = {"multi_table.RANKS": 0}
+TILES = APART | {"multi_gemm.APART": 0}
+SHORT = {"multi_bwd.scale_config": lambda *_: ScaleConfig(32, 64, 128, 16, 4)}
+HALF, WHOLE = {"dtypes": ["fp16"]}, {"dtypes": ["fp16"], "whole": True, "largest": 300}
+WAYS = {
+    "product after": By("group", "rest_kernel", product_by("after"), {"tokens": 97}),
+    "product first": By("group", "product", product_by("first"), {"tokens": 97}),
+    "product fused": By("mlp", "gemm_pointer_kernel", product_by("fused"), {"tokens": 97}),
+    "tall tiles": By("group", "gemm_tma_kernel", product_by("tall"), WHOLE | {"tokens": 97, "largest": 80}, True),
+    "g W": By("linear", "by_g_kernel", G_W, HALF | {"tokens": 100}),
+    "g W in parts": By("group", "by_g_kernel", G_W | IN_PARTS, HALF | {"tokens": 100}),
+    "dB by long strips": By("linear", "by_g_kernel", G_W | {"scale.long_strip": lambda *_: 128}, WHOLE | {"tokens": 150}, True),
+    "codes in parts": By("group", "dequantize_kernel", IN_PARTS, HALF | {"tokens": 70, "codes": True, "largest": 300}),
+    "apart": By("multi", "multi_epilogue_kernel", APART, {"tokens": 130}),
+    "tiles": By("multi", "multi_gemm_pointer_kernel", TILES, {"tokens": 130}),
+    "tiles by tma": By("multi", "multi_gemm_tma_kernel", TILES, WHOLE | {"tokens": 130, "ranks": (24, 72, 96)}, True),
+    "sums in parts": By("multi", "multi_sum_kernel", TILES | SHORT, {"tokens": 130}),
+    "experts by tma": By("experts", "multi_gemm_tma_kernel", {}, WHOLE | {"layouts": ("plain", "plain", "transposed")}, True),
+    "mlps of experts by tma": By("experts_mlp", "multi_gemm_tma_kernel", {}, WHOLE, True),
+    "a large tile": By(
+        "embedding",
+        "embedding_kernel",
+        {"embedding.config_of": lambda *_: LARGE},
+        {"ranks": (1, 3, 16, 24, 32), "largest": 300},
+    ),
+    "walks": By("embedding", "embedding_walk_kernel", {"embedding.MANY": 2, **walks(STAGES=3)}, HALF),
+    "walks of one stage": By("embedding", "embedding_walk_kernel", walks(STAGES=1, per_sm=1), HALF),
+    "two launches": By("embedding", "embedding_ready_kernel", {"embedding.MANY": 2, "embedding.WALKS": 0}, {"largest": 80}),
+    "few rows at a time": By(
+        "norm", "quant_kernel", {"split.BUDGET": 71_000}, {"dtypes": ["fp32"], "largest": 300, "codes": True}
+    ),
+    "factors": By(
+        "group", "factors_kernel", G_W | {"scale.long_strip": lambda *_: 0}, WHOLE | {"tokens": 97, "largest": 150}, True
+    ),
+    "table by tma": By("multi", "multi_table_kernel", {}, WHOLE | {"tokens": 130, "largest": 150}, True),
+    "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
+}
+
+
+def prepared(way, patch, as_hopper):
+    """As that way wants it: the function, and what its calls are drawn from."""
+    name, _, changes, drawn, hopper = WAYS[way]
+    if hopper and device.NAME == "cpu":
+        as_hopper()
+    for place, new in changes.items():
+        patch.setattr(f"fdora.triton.{place}", new)
+    return name, usual(device.NAME, "triton")._replace(**drawn)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slice(way, chosen_anew, as_hopper, monkeypatch):
+    name, drawn = prepared(way, monkeypatch, as_hopper)
+    for k in range(6):
+        assert max(rounds(name, lambda part: Draw(random.Random(f"{way} {k} {part}"), drawn))) <= 1, k
+    assert any(kernels(plan)[WAYS[way].kernel] for plan in chosen_anew.values())
+
+
+# the way whose cases must notice, what stands in one place of fdora/triton, the fault
+FAULTS = [
+    (
+        "product first",
+        "plan.product(dx, dh, operand(plan, A), accumulate=accumulate)",
+        "plan.product(dx, dh, operand(plan, A))",
+    ),
+    (
+        "product after",
+        "plan.product(dx, dz, operand(plan, W), accumulate=accumulate)",
+        "plan.product(dx, dz, operand(plan, W))",
+    ),
+    ("product after", "finish(acc + there.to(tl.float32), (out", "finish(acc, (out"),
+    (
+        "product fused",
+        "wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)\n        acc = tl.dot(xt, wt.to",
+        "wt = tl.load(at_w, mask=within(k, n, K, N), other=0.0)\n        acc = tl.dot(xt, wt.to",
+    ),
+    ("tall tiles", 'if EPILOGUE != "accumulate" and EPILOGUE != "dropped":  # rows', 'if EPILOGUE != "dropped":  # rows'),
+    ("g W", "store(v * g_tile(m, c, n, N)[:, None], Matrix(out", "store(v, Matrix(out"),
+    ("g W", "plan.product(dh, dy, gB, s)", "plan.product(dh, dy, gB)"),
+    ("factors", "acc *= g_tile(m, norm, c, C)[:, None]", "acc *= 1.0"),
+    ("g W in parts", "A.columns(i, j), dh)", "A.columns(0, j - i), dh)"),
+    ("dB by long strips", "sum_B += tl.load(at_strip", "sum_B = tl.load(at_strip"),
+    ("codes in parts", "decode(plan, la.W, part, g, i)", "decode(plan, la.W, part, g, 0)"),
+    ("apart", "acc += there.to(tl.float32)", "acc += 0.0"),
+    ("apart", "rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)", "rank = tl.where(lo < hi, R, 0)"),
+    (
+        "tiles",
+        "first, last, stop = tl.load(record), tl.load(record + 1), M",
+        "first, last, stop = tl.load(record), tl.load(record), M",
+    ),
+    ("tiles by tma", "right, skip = tails, at", "right, skip = tails, 0"),
+    ("tiles by tma", "base = tl.load(route + ROUTE * at_row + 3) - steps_k", "base = -steps_k"),
+    ("sums in parts", "tl.load(partial + (strip + a).to", "tl.load(partial + (strip + 0 * a).to"),
+    ("experts by tma", "x, w, row, i * BLOCK_K, own * W_SPAN", "x, w, row, i * BLOCK_K, 0"),
+    ("experts by tma", '"W_SPAN": (N if trans_b else K) if', '"W_SPAN": N if'),
+    ("experts by tma", "elif row + v.shape[0] > M:", "elif row + v.shape[0] > M + 4:"),
+    ("mlps of experts by tma", "tl.sigmoid(gate * SHARPNESS) * _limited(up)", "tl.sigmoid(gate * SHARPNESS) * (up + 1)"),
+    (
+        "a large tile",
+        "a = rows_of(A, v, known, tl.arange(0, BLOCK_R), R)",
+        "a = rows_of(A, v, known, tl.arange(0, BLOCK_R), R - 1)",
+    ),
+    ("a large tile", "range(first, min(first + SPAN, D), BLOCK_D)", "range(first, min(first + BLOCK_D, D), BLOCK_D)"),
+    ("walks of one stage", "_numbers(ids, i + step, T, BLOCK_T)", "_numbers(ids, i + 1, T, BLOCK_T)"),
+    ("walks", "gd = g_tile(m, c, d, D)\n        for i", "gd = g_tile(m, c, d * 0, D)\n        for i"),
+    ("two launches", "tl.store(g + at, gd, mask=at < D)", "tl.store(g + at, gd, mask=at < D - 1)"),
+    ("few rows at a time", "hi if LO_FIRST else lo, mask=mask)", "hi, mask=mask)"),
+    (
+        "factors",
+        "Matrix(dA, 1, K), None, None, tile * BLOCK_C, M, K, R",
+        "Matrix(dA, 1, K), None, None, tile * BLOCK_C, M, K, R - 1",
+    ),
+    ("tiles by tma", "t = tl.where((q < wide)[None, :], t, 0.0).to(dtype)", "t = t.to(dtype)"),
+    ("copies of few rows", "at += rows", "at += 0"),
+]
+
+
+@pytest.mark.skipif(
+    "device.NAME != 'cpu' or not INTERPRETED", reason="its faults are read by the interpreter; runs with TRITON_INTERPRET=1"
+)
+@pytest.mark.parametrize(("way", "old", "new"), FAULTS, ids=[f"{way}:{new[:40]}" for way, _, new in FAULTS])
+def test_fault_is_caught(way, old, new, chosen_anew, as_hopper, monkeypatch, tmp_path):
+    name, drawn = prepared(way, monkeypatch, as_hopper)
+    swap(monkeypatch, tmp_path, old, new)
+    assert caught_by(name, drawn=drawn), "no case noticed"
