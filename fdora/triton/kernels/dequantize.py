@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import (
-    Codes4,
-    Codes8,
-    How4,
-    How8,
+    Codes,
     byte_scales,
     byte_weights,
     group_scale,
@@ -56,8 +53,8 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         GROUPS: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
         PART: tl.constexpr = T.K // 2 // GROUPS
         x = pair_codes(W.codes, n, first_k, in_n, K, T.K, T.VECTOR, T.EVEN)
-        at, there = pair_groups(W, n, first_k, in_n, HOW.GROUP, T.K)
-        scale = group_scale(W, at, there, HOW.SCALES)
+        at, there = pair_groups(W, n, first_k, in_n, HOW, T.K)
+        scale = group_scale(W, at, there, HOW)
         even, odd = pair_weights(tl.reshape(x, (T.N, GROUPS, PART)), scale, HOW)
         return tl.reshape(tl.join(even, odd), (T.N, T.K))
     else:
@@ -68,14 +65,14 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
     inside = in_n[:, None] & (k < last)[None, :]
-    if HOW.MODE == "group":
+    if HOW.SCALES == "group":
         scale, zero = tile_scales(W, n, in_n, first_k, K, HOW, T)
         x = tile_bytes(W, tile_words(W, n, in_n, first_k, K, HOW, T, T.VECTOR), n, HOW, T)
         return int_weights(W, x, scale, zero, HOW)
     else:
         at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
         x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
-        return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
+        return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW)
 
 
 @triton.jit
@@ -101,21 +98,16 @@ def _dequantize(
 
 @triton.jit(launch_metadata=launched)
 def dequantize_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
+    codes, scales, code256, scales2, offset,  # see decode.py
     m, c,  # (N,), or None
     out,  # (N, last - first), in rows of ``pitch``
     N, K, groups, first, last, pitch, stride_cn, stride_ck,
-    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
-    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
-    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T, PAIRED)
+    W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
+    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if HOW.BITS == 4 else decode8, HOW, T, PAIRED)
 
 
 @triton.jit
@@ -138,20 +130,15 @@ def _lost(
 
 @triton.jit(launch_metadata=launched)
 def lost_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
+    codes, scales, code256, scales2, offset,  # see decode.py
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
-    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
     dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
     h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
-    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
-    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if BITS == 4 else decode8, HOW, T)
+    W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
+    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if HOW.BITS == 4 else decode8, HOW, T)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import beside, byte_weights
+from fdora.triton.kernels.decode import How, beside, byte_weights
 from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -191,7 +191,8 @@ def squares_of_item(
                 acc = _product(_terms(b, SPLIT), a, acc, SPLIT)
         if CODE != "":
             scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
-            w = byte_weights(beside(w, acc, PTX), scale, CODE, BY_BITS)
+            HOW: tl.constexpr = How(8, CODE, False, 1, "block", False, True, BY_BITS, 1, 1, PTX)
+            w = byte_weights(beside(w, acc, HOW), scale, HOW)
             w = w if EVEN else tl.where(in_k, w, 0.0)
         v = w.to(tl.float32) + s * acc
         squares += tl.sum(v * v, axis=1)
