@@ -113,15 +113,25 @@ def fp8_gemm_kernel(
     EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
-    """Where there is no TMA; with it the product is that of kernels/gemm.py."""
+    """Where there is no TMA; with it the product is that of kernels/gemm.py. BK of 32: both have a power of two for 32 columns,
+    by which the tensor cores of Blackwell multiply. Of W it is float32."""
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     at_x, at_w = addresses(Matrix(x, K, None), t, k), addresses(Matrix(w, stride_wk, stride_wn), k, n)
+    if BK == 32:
+        g = tl.arange(0, BLOCK_K // 32)
+        by_x, by_w = addresses(Matrix(x_scale, groups, None), t, g), addresses(Matrix(w_scale, groups, None), n, g)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
         wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
-        if BK:
+        if BK == 32:
+            xs = tl.load(by_x, mask=within(t, g, M, groups - k0 // 32), other=0)
+            ws = tl.load(by_w, mask=within(n, g, N, groups - k0 // 32), other=0.0)
+            acc = tl.dot_scaled(xt, xs, "e4m3", wt, (ws.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), "e4m3", acc)
+            by_x += BLOCK_K // 32
+            by_w += BLOCK_K // 32
+        elif BK:
             acc += tl.dot(xt, wt) * _scale_at(x_scale, w_scale, t, n, k0, M, N, groups, BN, BK)
             x_scale += M
         else:
@@ -130,34 +140,6 @@ def fp8_gemm_kernel(
         at_w += BLOCK_K * stride_wk
     if not BK:
         acc *= _scale_at(x_scale, w_scale, t, n, 0, M, N, groups, BN, 1)
-    if h is not None:
-        acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
-
-
-@triton.jit(launch_metadata=launched)
-def mx_gemm_kernel(
-    x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
-    stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn, EPILOGUE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
-):
-    """Both with a power of two for 32 columns, by which the tensor cores of Blackwell multiply. Of W it is float32."""
-    row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    t, n, k, g = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 32)
-    at_x, at_w = addresses(Matrix(x, K, None), t, k), addresses(Matrix(w, stride_wk, stride_wn), k, n)
-    by_x, by_w = addresses(Matrix(x_scale, groups, None), t, g), addresses(Matrix(w_scale, groups, None), n, g)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
-        wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
-        xs = tl.load(by_x, mask=within(t, g, M, groups - k0 // 32), other=0)
-        ws = tl.load(by_w, mask=within(n, g, N, groups - k0 // 32), other=0.0)
-        ws = (ws.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        acc = tl.dot_scaled(xt, xs, "e4m3", wt, ws, "e4m3", acc)
-        at_x += BLOCK_K
-        at_w += BLOCK_K * stride_wk
-        by_x += BLOCK_K // 32
-        by_w += BLOCK_K // 32
     if h is not None:
         acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)

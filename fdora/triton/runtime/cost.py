@@ -183,7 +183,6 @@ COSTS = {
     "strip_norm_kernel": Work("W A B partial grams", "N K R G A, R K R G A"),
     "strip_root_kernel": Work("B partial grams c", "N R R G c"),
     "sum_kernel": Work("partial out"),
-    "mx_gemm_kernel": Work("x x_scale w w_scale h b out pre_scale", "M N K x, M N R h"),
     "mx_rows_kernel": FP8_ROWS,
     "turn_kernel": Work("codes out"),
 }
