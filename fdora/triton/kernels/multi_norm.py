@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import rank_of
-from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, block_on, loaded, tile_at, tile_of, within
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, tile_at, within
 from fdora.triton.runtime.cost import launched
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -16,7 +15,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 def multi_norm_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
-    partial,  # (tiles along K, G, N)
+    partial,  # (G, tiles along K, N)
     N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -40,7 +39,7 @@ def multi_norm_kernel(
         acc = tl.dot(b, a, acc, input_precision=PRECISION)
         if i % slabs == slabs - 1:
             v = w.to(tl.float32) + tl.load(s + g) * acc
-            at = partial + (tile_k.to(tl.int64) * G + g) * N + n
+            at = partial + (g * tl.cdiv(K, BLOCK_K) + tile_k) * N + n
             tl.store(at, tl.sum(v * v, axis=1), mask=n < N)
             acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
 
@@ -152,35 +151,3 @@ def strip_root_kernel(
         again = _direct(Matrix(W, stride_wn, stride_wk), own, b, tl.load(s + g), n, rank, N, K, BLOCK_K)
         sq = tl.where(lost, again, sq)
     tl.store(c + g * width + first + n, tl.sqrt_rn(sq), mask=n < N)
-
-
-@triton.jit(launch_metadata=launched)
-def experts_norm_kernel(
-    W, A, B,  # (G, N, K), (G, R, K), (G, N, R)
-    s,  # (G,)
-    partial,  # (tiles along K, G, N)
-    N, K, R, G, stride_we, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The same where each adapter has a W of its own, and a tile one product."""
-    g = tl.program_id(1).to(tl.int64)
-    W, A, B = W + g * stride_we, A + g * stride_aa, B + g * stride_ba
-    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, None, None)
-    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, False)
-    _, first_k, n, _, w, acc = tile_of(tl.program_id(0), Matrix(W, stride_wn, stride_wk), low, N, K, T)
-    v = w + tl.load(s + g) * acc
-    tl.store(partial + ((first_k // BLOCK_K).to(tl.int64) * G + g) * N + n, tl.sum(v * v, axis=1), mask=n < N)
-
-
-@triton.jit(launch_metadata=launched)
-def multi_root_kernel(
-    partial,  # (strips, G, N)
-    c,  # (G, width)
-    N, G, strips, first, width,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):
-    """The roots of the sums of an adapter's partials, into N columns of c from ``first`` on."""
-    n, a = block_on(0, BLOCK_N), tl.program_id(1).to(tl.int64)
-    acc = column_sums(partial + a * N, n, N, tl.cast(G, tl.int64) * N, strips, BLOCK_T)
-    tl.store(c + a * width + first + n, tl.sqrt_rn(acc), mask=n < N)

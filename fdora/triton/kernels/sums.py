@@ -22,11 +22,15 @@ def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
 
 @triton.jit(launch_metadata=launched)
 def sum_kernel(
-    partial,  # (strips, N)
-    out,  # (N,)
-    N, strips,
+    partial,  # (strips, N), or as many of each owner
+    out,  # (N,), or the rows of the owners
+    N, strips, row,  # the distance of these, or None
     SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
+    if row is not None:
+        owner = tl.program_id(1).to(tl.int64)
+        partial += owner * strips * N
+        out += owner * row
     n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, strips, BLOCK_T)
     tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)
