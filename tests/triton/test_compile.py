@@ -278,7 +278,6 @@ KERNELS = (
     "gated_bwd",
     "gated_fwd",
     "gates",
-    "spread",
     "rows",
     "hash",
     "lost",

@@ -42,7 +42,7 @@ FAULTS = [
     ("multi", "found = tl.load(at)", "found = tl.load(g + n)[None, :]"),  # everybody has the g of the first
     ("experts", "bias += tl.cast(first, tl.int64) * BIAS_SPAN", "bias += 0"),
     ("experts", "tl.load(gates + t * k + j, mask", "tl.load(gates + t * k, mask"),
-    ("experts", "tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),
+    ("experts", "tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),
     ("linear", "x, byte_scales(W, n, k,", "x, byte_scales(W, n * 0, k,"),  # of a W that is decoded for a product
     ("linear", "tl.where(c > EPS, -out * g, 0.0)", "tl.where(c > EPS, out * g, 0.0)"),
 ]

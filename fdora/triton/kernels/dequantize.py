@@ -75,27 +75,6 @@ def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW)
 
 
-@triton.jit
-def _dequantize(
-    W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, PAIRED: tl.constexpr
-):
-    """Columns from ``first`` to ``last``, a program for each tile, row by row."""
-    tiles = tl.cdiv(last - first, T.K)
-    i = tl.program_id(0) // tiles
-    if PAIRED:  # what shares bytes, one after the other: they come out of memory once
-        i = i // 2 + i % 2 * (N // 2 // T.N)
-    n, in_n = _rows(i, N, T.N)
-    first_k = first + (tl.program_id(0) % tiles) * T.K
-    w, k = DECODE(W, n, in_n, first_k, K, last, HOW, T), first_k + tl.arange(0, T.K)
-    if m is not None:
-        w *= g_tile(m, c, n, N)[:, None]
-    w, at = w.to(out.dtype.element_ty), out + n[:, None] * pitch + (k - first)[None, :]
-    if T.EVEN:
-        tl.store(at, w)
-    else:
-        tl.store(at, w, mask=in_n[:, None] & (k < last)[None, :])
-
-
 @triton.jit(launch_metadata=launched)
 def dequantize_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
@@ -105,27 +84,24 @@ def dequantize_kernel(
     HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
+    """Columns from ``first`` to ``last``, a program for each tile, row by row."""
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    DECODE: tl.constexpr = decode4 if HOW.BITS == 4 else decode8
     W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if HOW.BITS == 4 else decode8, HOW, T, PAIRED)
-
-
-@triton.jit
-def _lost(
-    W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny,
-    DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr,
-):
-    """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
-    B_n (dy^T h)_n. A program for each T.N rows, which ends at once where there is no such row."""
-    n, in_n = _rows(tl.program_id(0), N, T.N)
-    g = g_tile(m, c, n, N)
-    lost = (tl.abs(g) < tiny) & in_n
-    if tl.max(lost.to(tl.int32), axis=0) > 0:
-        dg = dot_rows(dy, h, b, n, N, M, R)
-        for first_k in range(0, K, T.K):
-            w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
-        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
+    tiles = tl.cdiv(last - first, BLOCK_K)
+    i = tl.program_id(0) // tiles
+    if PAIRED:  # what shares bytes, one after the other: they come out of memory once
+        i = i // 2 + i % 2 * (N // 2 // BLOCK_N)
+    n, in_n = _rows(i, N, BLOCK_N)
+    first_k = first + (tl.program_id(0) % tiles) * BLOCK_K
+    w, k = DECODE(W, n, in_n, first_k, K, last, HOW, T), first_k + tl.arange(0, BLOCK_K)
+    if m is not None:
+        w *= g_tile(m, c, n, N)[:, None]
+    w, at = w.to(out.dtype.element_ty), out + n[:, None] * pitch + (k - first)[None, :]
+    if EVEN:
+        tl.store(at, w)
+    else:
+        tl.store(at, w, mask=in_n[:, None] & (k < last)[None, :])
 
 
 @triton.jit(launch_metadata=launched)
@@ -137,8 +113,18 @@ def lost_kernel(
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
     HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
+    """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
+    B_n (dy^T h)_n. A program for each BLOCK_N rows, which ends at once where there is no such row."""
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
-    dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
-    h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
+    DECODE: tl.constexpr = decode4 if HOW.BITS == 4 else decode8
     W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
-    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if HOW.BITS == 4 else decode8, HOW, T)
+    dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
+    n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
+    g = g_tile(m, c, n, N)
+    lost = (tl.abs(g) < tiny) & in_n
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        dg = dot_rows(dy, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br), n, N, M, R)
+        for first_k in range(0, K, BLOCK_K):
+            w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, BLOCK_K)
+            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
+        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)

@@ -13,19 +13,6 @@ SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 
 
 @triton.jit(launch_metadata=launched)
-def spread_kernel(
-    x, order, gates, out, M, N, k, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """out[i] = gates[order[i]] x[order[i] // k]."""
-    i, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    pair = tl.load(order + i, mask=i < M, other=0)
-    v = tl.load(addresses(Matrix(x, stride_x, None), pair // k, n), mask=within(i, n, M, N), other=0.0)
-    if gates is not None:
-        v = v.to(tl.float32) * tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)[:, None]
-    store(v, Matrix(out, N, None), i, n, M, N)
-
-
-@triton.jit(launch_metadata=launched)
 def combine_kernel(
     rows, place, gates, out, T, N, k, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -13,13 +13,17 @@ from fdora.triton.runtime.private import gdc_wait
 
 
 @triton.jit(launch_metadata=launched)
-def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out[t] = x[order[t]]; SCATTER: out[order[t]] = x[t]."""
+def rows_kernel(
+    x, order, gates, out, M, N, k, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out[t] = gates[order[t]] x[order[t] // k]; SCATTER: out[order[t]] = x[t]."""
     t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     mask, there = within(t, n, M, N), tl.load(order + t, mask=t < M, other=0)
-    of_x, of_out = (t, there) if SCATTER else (there, t)
+    of_x, of_out = (t, there) if SCATTER else (there // k, t)
     v = tl.load(addresses(Matrix(x, stride_x, None), of_x, n), mask=mask)
-    tl.store(addresses(Matrix(out, N, None), of_out, n), v, mask=mask)
+    if gates is not None:
+        v = v.to(tl.float32) * tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)[:, None]
+    tl.store(addresses(Matrix(out, N, None), of_out, n), v.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
