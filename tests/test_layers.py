@@ -182,12 +182,12 @@ def private(file, source):
             yield f"{file} uses {name}"
 
 
-JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"], ["triton.jit(**ANY_LENGTH)"]
+JIT = ["triton.jit"], ["kernel"], ["kernel_of_any_length"]
 
 
 def no_kernels(source):
     """What a file of kernels holds beside its docstring, imports, constants of the compiler, tuples of operands and
-    ``@triton.jit`` functions."""
+    functions that Triton compiles."""
     for i, node in enumerate(ast.parse(source).body):
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (i == 0 and isinstance(node, ast.Expr)):
             continue

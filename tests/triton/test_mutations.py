@@ -22,7 +22,7 @@ KERNELS = Path(fdora.triton.kernels.__file__).parent
 FAULTS = [
     ("linear", "tl.where(keep, acc * keep_scale, 0.0)", "acc * keep_scale"),  # a product's share of dropped tokens
     ("linear", "out = dg / tl.where(c < EPS, EPS, c)", "out = dg"),
-    ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
+    ("linear", "vector(m, n, N).to(tl.float32), floored(cn)", "vector(m, n, N).to(tl.float32), cn"),
     ("linear", "v = tl.where(keep, v * scale, 0.0)", "v = tl.where(keep, v, 0.0)"),
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 
 CUBIC = tl.constexpr(0.044715)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -36,7 +36,7 @@ def slope_of(z, share, ACT: tl.constexpr):
         return share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def act_fwd_kernel(gate, up, a, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(gate + at, mask=at < count).to(tl.float32)
@@ -44,7 +44,7 @@ def act_fwd_kernel(gate, up, a, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(a + at, (z * share_of(z, ACT) * u).to(a.dtype.element_ty), mask=at < count)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(gate + at, mask=at < count).to(tl.float32)

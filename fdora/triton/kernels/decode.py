@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fdora.quant.bnb import UNIT as BNB_UNIT
+from fdora.triton.kernels.tile import both
 from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
 
 NF4 = tl.constexpr(PTX["nf4"])
@@ -172,14 +173,14 @@ def pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, VECTOR: tl.c
     """The bytes of a tile whose rows are whole ones. VECTOR: how many a thread reads at once, at most."""
     j = first_k // 2 + tl.arange(0, BLOCK_K // 2)
     at = tl.max_contiguous(codes + row[:, None] * (K // 2) + j[None, :], (1, VECTOR))
-    return tl.load(at) if EVEN else tl.load(at, mask=in_n[:, None] & (j < K // 2)[None, :], other=0)
+    return tl.load(at) if EVEN else tl.load(at, mask=both(in_n, j < K // 2), other=0)
 
 
 @triton.jit
 def pair_groups(W, row, first_k, in_n, HOW: tl.constexpr, BLOCK_K: tl.constexpr):
     """(BLOCK_N, groups of a tile): their numbers, and which there are."""
     g = first_k // HOW.GROUP + tl.arange(0, BLOCK_K // HOW.GROUP if BLOCK_K > HOW.GROUP else 1)
-    return row[:, None] * W.groups + g[None, :], in_n[:, None] & (g < W.groups)[None, :]
+    return row[:, None] * W.groups + g[None, :], both(in_n, g < W.groups)
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def pair_weights(x, scale, HOW: tl.constexpr):
 @triton.jit
 def single_weights(W, row, k, in_n, K, HOW: tl.constexpr):
     """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
-    inside = in_n[:, None] & (k < K)[None, :]
+    inside = both(in_n, k < K)
     e = row[:, None] * K + k[None, :]
     x = tl.load(W.codes + (e >> 1), mask=inside, other=0).to(tl.int32)
     shift = (e & 1).to(tl.int32) * 4
@@ -252,7 +253,7 @@ def tile_words(W, n, in_n, first_k, K, HOW: tl.constexpr, T: tl.constexpr, VECTO
     else:
         k = first_k + tl.arange(0, T.K)
         in_k, at = k < K, tl.max_contiguous(words_at(W, n[:, None], k[None, :], HOW), (1, VECTOR))
-    return tl.load(at) if T.EVEN else tl.load(at, mask=in_n[:, None] & in_k[None, :], other=0)
+    return tl.load(at) if T.EVEN else tl.load(at, mask=both(in_n, in_k), other=0)
 
 
 @triton.jit

@@ -27,8 +27,8 @@ from fdora.triton.kernels.decode import (
 )
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
-from fdora.triton.kernels.tile import Matrix, addresses
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, both
+from fdora.triton.runtime.cost import kernel
 
 
 class Blocks(NamedTuple):
@@ -64,7 +64,7 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
-    inside = in_n[:, None] & (k < last)[None, :]
+    inside = both(in_n, k < last)
     if HOW.SCALES == "group":
         scale, zero = tile_scales(W, n, in_n, first_k, K, HOW, T)
         x = tile_bytes(W, tile_words(W, n, in_n, first_k, K, HOW, T, T.VECTOR), n, HOW, T)
@@ -75,7 +75,7 @@ def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def dequantize_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     m, c,  # (N,), or None
@@ -101,10 +101,10 @@ def dequantize_kernel(
     if EVEN:
         tl.store(at, w)
     else:
-        tl.store(at, w, mask=in_n[:, None] & (k < last)[None, :])
+        tl.store(at, w, mask=both(in_n, k < last))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def lost_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)

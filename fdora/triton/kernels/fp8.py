@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fdora.triton.kernels.multi import adapter_of
 from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
-from fdora.triton.runtime.cost import ANY_LENGTH, launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, vector, within, zeros
+from fdora.triton.runtime.cost import kernel, kernel_of_any_length
 
 
 @triton.jit
@@ -35,17 +35,17 @@ def _code(v, PTX: tl.constexpr):
 def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
     """Of a token, in float32, each times its own factor where there are any. OTHER is "dropped": of those that are zeros in
     ``other``, and zeros; "minus": less ``other``; both times ``factor``."""
-    v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    v = vector(x, k, K).to(tl.float32)
     if OTHER == "dropped":
-        v = factor * tl.where(tl.load(other + k, mask=k < K, other=0.0) == 0, v, 0.0)
+        v = factor * tl.where(vector(other, k, K) == 0, v, 0.0)
     elif OTHER == "minus":
-        v = factor * (v - tl.load(other + k, mask=k < K, other=0.0).to(tl.float32))
+        v = factor * (v - vector(other, k, K).to(tl.float32))
     if by is not None:
-        v *= tl.load(by + k, mask=k < K, other=0.0)
+        v *= vector(by, k, K)
     return v
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel_of_any_length
 def fp8_rows_kernel(
     x, other, by, offsets, out, scale, factor, M, K, G, stride_xm, stride_other,
     OTHER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PTX: tl.constexpr,
@@ -72,18 +72,18 @@ def fp8_rows_kernel(
         tl.store(out + t * K + k0 + k, _code(v * inverse, PTX), mask=k < K - k0)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """Some tokens and BLOCK columns for each program; the scales of a column of blocks lie side by side."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
-    mask = (t < M)[:, None] & (k < K)[None, :]
+    mask = within(t, k, M, K)
     v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
     s = _scale_of(tl.max(tl.abs(v), axis=1))
     tl.store(scale + tl.program_id(1).to(tl.int64) * M + t, s, mask=t < M)
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(v * tl.div_rn(1.0, s)[:, None], PTX), mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """The same where 32 columns share an exponent, the least that leaves nothing above 448; those of a token side by side."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
@@ -98,7 +98,7 @@ def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], code, mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
     """Bytes (N, K) as (K, N), without gaps."""
     n, k = block_on(0, BLOCK), block_on(1, BLOCK)
@@ -106,7 +106,7 @@ def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
     tl.store(addresses(Matrix(out, N, None), k, n), v.T, mask=within(k, n, K, N))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def fp8_gemm_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
@@ -121,7 +121,7 @@ def fp8_gemm_kernel(
     if BK == 32:
         g = tl.arange(0, BLOCK_K // 32)
         by_x, by_w = addresses(Matrix(x_scale, groups, None), t, g), addresses(Matrix(w_scale, groups, None), n, g)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
         wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
@@ -148,4 +148,4 @@ def fp8_gemm_kernel(
 @triton.jit
 def _scale_at(x_scale, w_scale, t, n, k0, M, N, groups, BN: tl.constexpr, BK: tl.constexpr):
     by_n = tl.load(w_scale + (n // BN).to(tl.int64) * groups + k0 // BK, mask=n < N, other=0.0)
-    return tl.load(x_scale + t, mask=t < M, other=0.0)[:, None] * by_n[None, :]
+    return vector(x_scale, t, M)[:, None] * by_n[None, :]

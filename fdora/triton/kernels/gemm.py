@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, halves
-from fdora.triton.runtime.cost import ANY_LENGTH, launched
+from fdora.triton.kernels.tile import Matrix, halves, vector, zeros
+from fdora.triton.runtime.cost import kernel, kernel_of_any_length
 
 LEAST = tl.constexpr(2.0**-80)  # sums of 2^32 in units of the largest scale are finite, and what is lost is below 2^-55
 
@@ -36,7 +36,7 @@ def sum_by_tma(
     TRANS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """x w + h b of one tile, in one loop."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for i in range(steps_k + steps_r):
         if i < steps_k:
             left, right, at = x, w, i * BLOCK_K
@@ -65,7 +65,7 @@ def scaled_codes(
     below others the sum might not be finite, so none counts as less than LEAST of the largest before it. W begins at row
     ``down`` and column ``along`` of w."""
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     if BK:
         at_w = w_scale + ((down + col) // BN).to(tl.int64) * groups + along // BK
         scale = tl.maximum(_scale_of(x_scale, at_w, t, t < M), 1e-30)  # never 0: sums are divided by it
@@ -81,7 +81,7 @@ def scaled_codes(
     else:
         for k0 in range(0, K, BLOCK_K):
             acc = tl.dot(x.load([row, k0]), w.load([down + col, along + k0]).T, acc)
-        acc *= tl.load(x_scale + t, mask=t < M, other=0.0)[:, None]
+        acc *= vector(x_scale, t, M)[:, None]
         if w_scale is not None:
             acc *= tl.load(w_scale + (down + n) // BN, mask=n < N, other=0.0)[None, :]
     return acc
@@ -92,7 +92,7 @@ def _scale_of(by_t, by_n, t, mask):
     return tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n)
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel_of_any_length
 def gemm_tma_kernel(
     x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, p,
     M, N, K, R, groups, PROGRAMS,
@@ -117,7 +117,7 @@ def gemm_tma_kernel(
             elif h is not None:
                 acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_R)
         elif seed is not None:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = zeros(BLOCK_M, BLOCK_N)
             acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
             if x_masked is not None:
                 acc = slabs(acc, x_masked, w, row, col, steps_k, TRANS_B, BLOCK_K)
@@ -129,7 +129,7 @@ def gemm_tma_kernel(
         finish_tma(acc, ends, row, col, M, N, EPILOGUE, EPILOGUE_SUBTILE)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,
@@ -138,7 +138,7 @@ def gemm_pointer_kernel(
 ):
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     W = Matrix(w, stride_wk, stride_wn)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     if x_masked is not None:
         acc = products(acc, Matrix(x_masked, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)

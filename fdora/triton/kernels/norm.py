@@ -19,14 +19,17 @@ from fdora.triton.kernels.tile import (
     Matrix,
     addresses,
     block_on,
+    both,
     halves,
     loaded,
     low_rank,
     low_rank_tma,
     tile_at,
     unscaled,
+    vector,
+    zeros,
 )
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -117,7 +120,7 @@ def squares_of_run(
         w = READ(W, None, rows, k0, k0, K, HOW, T)
         squares = TILE(W, w, low, b, s, to, rows, k0, N, K, HOW, T)
     else:
-        squares = tl.zeros((T.N,), tl.float32)
+        squares = zeros(T.N)
         begin = run * (span // RUN.UNIT)
         end = begin + span // RUN.UNIT
         if RUN.CUT:
@@ -143,7 +146,7 @@ def read_dense(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
     else:
         k = first_k + tl.arange(0, T.K)
         at = addresses(W, rows.of_W, k)
-        w = tl.load(at) if T.EVEN else tl.load(at, mask=rows.inside[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=both(rows.inside, k < K), other=0.0)
     return w
 
 
@@ -169,7 +172,7 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
     return squares
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def norm_kernel(
     W, A, B,  # (N, K), (R, K), (N, R), or their descriptors; or those of experts
     scale_n, scale_k,  # (N,), (K,)
@@ -195,7 +198,7 @@ def norm_kernel(
     walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS, TMA, PDL)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def choose_kernel(
     partial,  # (strips, N)
     c,  # (N,): the norm of before
@@ -210,7 +213,7 @@ def choose_kernel(
     same = unchanged(old_hash, new_hash, WORDS)
     n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, 0 if same else strips, BLOCK_T)
-    before = tl.load(c + n, mask=n < N, other=0.0)
+    before = vector(c, n, N)
     after = tl.where(same, before, tl.sqrt_rn(acc))
     tl.store(out + n, after, mask=n < N)
     if KEEP:

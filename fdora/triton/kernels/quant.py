@@ -46,8 +46,8 @@ from fdora.triton.kernels.decode import (
     tile_words,
 )
 from fdora.triton.kernels.norm import Run, Sums, product_of, squares_of_run, walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, halves
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, both, halves
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -59,14 +59,14 @@ def _store(w, rows, first_k, K, to, T: tl.constexpr):
     if T.EVEN:
         tl.store(at, w)
     else:
-        tl.store(at, w, mask=rows.inside[:, None] & (k < K)[None, :])
+        tl.store(at, w, mask=both(rows.inside, k < K))
 
 
 @triton.jit
 def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, T.K)
-    inside = rows.inside[:, None] & (k < K)[None, :]
+    inside = both(rows.inside, k < K)
     if HOW.SCALES == "group":
         scale, zero = tile_scales(W, rows.of_W, rows.inside, first_k, K, HOW, T)
         return tile_words(W, rows.of_W, rows.inside, first_k, K, HOW, T, 16), scale, zero
@@ -86,7 +86,7 @@ def codes8_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, 
         w = byte_weights(beside(read[0], acc, HOW), read[1], HOW)
     if not T.EVEN:
         k = first_k + tl.arange(0, T.K)
-        w = tl.where(rows.inside[:, None] & (k < K)[None, :], w, 0.0)
+        w = tl.where(both(rows.inside, k < K), w, 0.0)
     if to.dense is not None:
         _store(w, rows, first_k, K, to, T)
     v = w + s * acc
@@ -145,7 +145,7 @@ def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T
         even, acc_even, odd, acc_odd = _even_and_odd(x, scale, acc, HOW, T.N, GROUPS, PART)
         if not T.EVEN:
             pairs = first_k // 2 + tl.arange(0, T.K // 2)
-            whole = tl.reshape(rows.inside[:, None] & (pairs < K // 2)[None, :], (T.N, GROUPS, PART))
+            whole = tl.reshape(both(rows.inside, pairs < K // 2), (T.N, GROUPS, PART))
             even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
         if to.dense is not None:
             _store(tl.reshape(tl.join(even, odd), (T.N, T.K)), rows, first_k, K, to, T)
@@ -166,7 +166,7 @@ def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T:
     return tl.sum(v * v, axis=1)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def quant_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     A, B,  # (R, K), (N, R), or their descriptors

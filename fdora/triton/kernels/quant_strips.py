@@ -21,7 +21,7 @@ import triton.language as tl
 from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, Codes, e4m3, e8m0, nibble
 from fdora.triton.kernels.norm import walk
 from fdora.triton.kernels.tile import Matrix, loaded
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.lookup import OF_WORDS
 
 TINY = tl.constexpr(2.0**-30)
@@ -121,7 +121,7 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
     tl.store(partial + strip.to(tl.int64) * N + n, total, mask=n < N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def quant4_strips_kernel(
     codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
     stride_bn, stride_br,

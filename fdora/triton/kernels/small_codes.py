@@ -9,8 +9,8 @@ from fdora.triton.kernels.decode import Codes
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
 from fdora.triton.kernels.small_quant import Tile, bytes8, columns4, ints, rows4
-from fdora.triton.kernels.tile import Matrix, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -27,7 +27,7 @@ def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr)
         return rows4(x, W, col, begin, end, M, N, K, HOW, T)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def codes_parts_kernel(
     x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, groups,
     stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm,
@@ -49,7 +49,7 @@ def codes_parts_kernel(
         if PDL:
             gdc_wait()
         acc = low_rank_term(
-            tl.zeros((BLOCK_N, BLOCK_M), tl.float32), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
+            zeros(BLOCK_N, BLOCK_M), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
             None, None, s, col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
         )
     else:
@@ -65,7 +65,7 @@ def codes_parts_kernel(
     tl.store(out + at, acc, mask=within(n, t, N, M))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def small_codes_kernel(
     x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, groups,
     stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm, stride_um, stride_un,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import byte_weights, int_scales, int_weights, nibble, of_eight, scale_of, words_at
+from fdora.triton.kernels.tile import vector, zeros
 from fdora.triton.runtime.lookup import PICKED, SCALED
 
 NF4_BF16 = tl.constexpr(SCALED["bf16"]["nf4"])
@@ -148,7 +149,7 @@ def _product(acc, w, x, T: tl.constexpr):
 
 @triton.jit
 def _zeros(T: tl.constexpr):
-    return tl.zeros((T.N, T.M), tl.float32) if T.SLICES == 1 else tl.zeros((T.SLICES, T.N, T.M), tl.float32)
+    return zeros(T.N, T.M) if T.SLICES == 1 else tl.zeros((T.SLICES, T.N, T.M), tl.float32)
 
 
 @triton.jit
@@ -276,7 +277,7 @@ def bytes8(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     BY_K: tl.constexpr = HOW.BN if T.COLUMNS else HOW.BK
     WHOLE: tl.constexpr = BY_N % T.N == 0 and BY_K % T.K == 0
     one = tl.load(W.scales) if HOW.SCALES == "tensor" else 0.0
-    by_row = tl.load(W.scales + n, mask=n < N, other=0.0)[None, :, None] if HOW.SCALES == "row" and not T.COLUMNS else 0.0
+    by_row = vector(W.scales, n, N)[None, :, None] if HOW.SCALES == "row" and not T.COLUMNS else 0.0
     acc = _zeros(T)
     for k0 in range(begin, end, T.SLICES * T.K):
         at_k = k0 + k
@@ -288,7 +289,7 @@ def bytes8(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
         if HOW.SCALES == "tensor":
             scale = one
         elif HOW.SCALES == "row":
-            scale = tl.load(W.scales + at_k, mask=at_k < K, other=0.0)[:, None, :] if T.COLUMNS else by_row
+            scale = vector(W.scales, at_k, K)[:, None, :] if T.COLUMNS else by_row
         elif WHOLE:  # a slice of the tile lies in one block
             by_n, by_k = col // BY_N, (k0 + slices) // BY_K
             at = by_k * W.groups + by_n if T.COLUMNS else by_n * W.groups + by_k

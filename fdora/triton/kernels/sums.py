@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel
 def sum_kernel(
     partial,  # (strips, N), or as many of each owner
     out,  # (N,), or the rows of the owners

@@ -12,6 +12,8 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import triton
+
 
 class Cost(NamedTuple):
     """Flops of products, by the width of their operands, and bytes."""
@@ -208,5 +210,6 @@ def launched(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": metadata.name} | {key: value for key, value in cost._asdict().items() if value}
 
 
-# Of a kernel that takes many tokens: it is compiled once for numbers that 16 divides and for others, which follow the tokens.
-ANY_LENGTH: dict[str, Any] = {"launch_metadata": launched, "do_not_specialize_on_alignment": ("M", "PROGRAMS", "strips")}
+kernel = triton.jit(launch_metadata=launched)  # what is launched, in the place of triton.jit
+# Of one that takes many tokens: it is compiled once for numbers that 16 divides and for others, which follow the tokens.
+kernel_of_any_length = triton.jit(launch_metadata=launched, do_not_specialize_on_alignment=("M", "PROGRAMS", "strips"))
