@@ -26,7 +26,7 @@ FAULTS = [
     ("linear", "v = tl.where(keep, v * scale, 0.0)", "v = tl.where(keep, v, 0.0)"),
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),
-    ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
+    ("mlp", "put(z * share_of(z, ACT) * u,", "put(u * share_of(u, ACT) * z,"),
     ("linear", "y += tl.load(residual + at, mask=mask)", "y += 0.0"),
     ("linear", "acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)", "acc += 0.0"),
     ("norm", "tl.sqrt_rn(acc) if SQRT else acc", "tl.sqrt_rn(acc)"),

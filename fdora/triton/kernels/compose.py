@@ -48,7 +48,7 @@ def _store_sums(sums, partial_g, partial_bias, at, mask):
         tl.store(partial_bias + at, sums[1], mask=mask)
 
 
-@kernel
+@kernel("base lora y")
 def compose_fwd_kernel(
     base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -64,7 +64,7 @@ def compose_fwd_kernel(
     store(out, Matrix(y, stride_y, None), m, n, M, N)
 
 
-@kernel
+@kernel("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
 def compose_bwd_kernel(
     dy, base, lora,  # (M, N)
     g,  # (N,)
@@ -83,7 +83,7 @@ def compose_bwd_kernel(
     _store_sums(sums, partial_g, partial_bias, strip.to(tl.int64) * N + n, n < N)
 
 
-@kernel
+@kernel("base lora y")
 def planes_fwd_kernel(
     base, lora, g, bias, y, s, rows, N, P,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
@@ -102,7 +102,7 @@ def planes_fwd_kernel(
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
-@kernel
+@kernel("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
 def planes_bwd_kernel(
     dy, base, lora,  # (rows, P)
     g,  # (N,)
@@ -122,7 +122,7 @@ def planes_bwd_kernel(
     _store_sums(sums, partial_g, partial_bias, at, m < rows)
 
 
-@kernel
+@kernel("z z h b", "M N R b")
 def slots_kernel(
     z, g, holds, bias,  # (M, N), (S, N), (S,), (N,)
     order, counts, starts, ids,  # (M,) and more, then as many as there are segments

@@ -28,7 +28,7 @@ from fdora.triton.kernels.decode import (
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
 from fdora.triton.kernels.tile import Matrix, addresses, both
-from fdora.triton.runtime.cost import kernel
+from fdora.triton.runtime.cost import decoded, kernel
 
 
 class Blocks(NamedTuple):
@@ -75,7 +75,7 @@ def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW)
 
 
-@kernel
+@kernel("out", rest=decoded)
 def dequantize_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     m, c,  # (N,), or None
@@ -104,7 +104,7 @@ def dequantize_kernel(
         tl.store(at, w, mask=both(in_n, k < last))
 
 
-@kernel
+@kernel("m c")
 def lost_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)

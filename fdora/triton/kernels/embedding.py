@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import floored, g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, store, vector, within, zeros
-from fdora.triton.runtime.cost import kernel
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, put, store, vector, within, zeros
+from fdora.triton.runtime.cost import Cost, gathered, kernel, looked_up
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -31,7 +31,7 @@ def _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R: tl.constexpr, SINGLE: tl.co
     return w.to(tl.float32) + acc
 
 
-@kernel
+@kernel("ids B y", rest=lambda a: looked_up(a) + (looked_up(a) if a.OWN_NORM else Cost()))
 def embedding_kernel(
     ids,  # (T,)
     W, A, B,  # (V, D), (R, V), (D, R)
@@ -73,7 +73,7 @@ def embedding_kernel(
         tl.store(at, out.to(y.dtype.element_ty), mask=within(t, d, T, D))
 
 
-@kernel
+@kernel("ids B h b", rest=lambda a: gathered(a.A, a.T, a.R))
 def embedding_ready_kernel(
     ids,  # (T,)
     A, B,  # (R, V), (D, R)
@@ -97,10 +97,10 @@ def embedding_ready_kernel(
     part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
     tl.store(b + out, part.to(b.dtype.element_ty), mask=within(at, r, D, R))
-    tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
+    put(gd, g, at, D)  # every slab of the rank writes the same
 
 
-@kernel
+@kernel("ids h b y", "T D R W", lambda a: gathered(a.W, a.T, a.D))
 def embedding_tile_kernel(
     ids,  # (T,)
     W,  # (V, D)
@@ -161,7 +161,7 @@ def _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN: tl.constexpr):
     tl.store(addresses(Matrix(y, D, None), t, d), out.to(y.dtype.element_ty), mask=mask_y)
 
 
-@kernel
+@kernel("ids B y", rest=looked_up)
 def embedding_walk_kernel(
     ids,  # (T,)
     W, A, B,  # (V, D), (R, V), (D, R)

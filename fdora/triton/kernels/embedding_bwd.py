@@ -8,10 +8,10 @@ import triton.language as tl
 from fdora.triton.kernels.embedding import rows_of
 from fdora.triton.kernels.g import EPS, floored, g_of
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, store, vector, within, zeros
-from fdora.triton.runtime.cost import kernel
+from fdora.triton.runtime.cost import embedding_bwd, kernel
 
 
-@kernel
+@kernel("dy ids h b partial_A partial_Y partial_m", rest=embedding_bwd)
 def embedding_bwd_kernel(
     dy,  # (T, D)
     ids,  # (T,)
@@ -53,7 +53,7 @@ def embedding_bwd_kernel(
         tl.store(partial_m + at, tl.sum(sum_m, axis=0), mask=in_d)
 
 
-@kernel
+@kernel("partial_Y partial_m B dB")
 def embedding_finish_kernel(
     partial_Y, partial_m,  # (parts, D, R), (parts, D)
     B,  # (D, R)
@@ -92,7 +92,7 @@ def _joined(first_a, sum_a, first_b, sum_b):
     return first_a | first_b, tl.where(first_b != 0, sum_b, sum_a + sum_b)
 
 
-@kernel
+@kernel("partial_A key order sums")
 def segment_scan_kernel(
     partial_A,  # (parts, T, R)
     key, order,  # (T,)
@@ -117,7 +117,7 @@ def segment_scan_kernel(
     store(total, Matrix(sums, R, None), i, r, T, R)
 
 
-@kernel
+@kernel("sums sums key")
 def segment_total_kernel(
     sums, key,  # (T, R), (T,)
     out,  # (R, V), or (T, R) of COMPACT

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.act import share_of, slope_of
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, vector, within, zeros
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, vector, within, zeros
 from fdora.triton.runtime.cost import kernel
 
 SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 
 
-@kernel
+@kernel("rows place gates out")
 def combine_kernel(
     rows, place, gates, out, T, N, k, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -28,7 +28,7 @@ def combine_kernel(
     store(acc, Matrix(out, N, None), t, n, T, N)
 
 
-@kernel
+@kernel("dy rows place out")
 def gates_kernel(
     dy, rows, place, out, M, N, k, stride_dy, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -42,7 +42,7 @@ def gates_kernel(
         d = tl.load(addresses(Matrix(dy, stride_dy, None), i // k, n), mask=mask, other=0.0).to(tl.float32)
         v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=mask, other=0.0).to(tl.float32)
         acc += tl.sum(d * v, axis=1)
-    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < M)
+    put(acc, out, i, M)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _limited(up):
     return tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
 
 
-@kernel
+@kernel("z a")
 def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     _, _, gate, up, _ = _pair(z, t, f, M, F, ACT)
@@ -77,7 +77,7 @@ def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
     store(out, Matrix(a, F, None), t, f, M, F)
 
 
-@kernel
+@kernel("da z dz")
 def gated_bwd_kernel(da, z, dz, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     gate_at, up_at, gate, up, mask = _pair(z, t, f, M, F, ACT)

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fdora.triton.kernels.multi import adapter_of
 from fdora.triton.kernels.product import finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, vector, within, zeros
-from fdora.triton.runtime.cost import kernel, kernel_of_any_length
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, put, vector, within, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
     return v
 
 
-@kernel_of_any_length
+@kernel("x other by out scale", **ANY_LENGTH)
 def fp8_rows_kernel(
     x, other, by, offsets, out, scale, factor, M, K, G, stride_xm, stride_other,
     OTHER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PTX: tl.constexpr,
@@ -66,24 +66,24 @@ def fp8_rows_kernel(
     s = _scale_of(tl.max(largest, axis=0))
     tl.store(scale + t, s)
     inverse = tl.div_rn(1.0, s)
-    tl.store(out + t * K + k, _code(first * inverse, PTX), mask=k < K)
+    put(_code(first * inverse, PTX), out + t * K, k, K)
     for k0 in range(BLOCK_K, K, BLOCK_K):
         v = _columns(x, other, by, factor, k0 + k, K, OTHER)
-        tl.store(out + t * K + k0 + k, _code(v * inverse, PTX), mask=k < K - k0)
+        put(_code(v * inverse, PTX), out + t * K + k0, k, K - k0)
 
 
-@kernel
+@kernel("x other by out scale")
 def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """Some tokens and BLOCK columns for each program; the scales of a column of blocks lie side by side."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
     mask = within(t, k, M, K)
     v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
     s = _scale_of(tl.max(tl.abs(v), axis=1))
-    tl.store(scale + tl.program_id(1).to(tl.int64) * M + t, s, mask=t < M)
+    put(s, scale + tl.program_id(1).to(tl.int64) * M, t, M)
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(v * tl.div_rn(1.0, s)[:, None], PTX), mask=mask)
 
 
-@kernel
+@kernel("x other by out scale")
 def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """The same where 32 columns share an exponent, the least that leaves nothing above 448; those of a token side by side."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
@@ -98,7 +98,7 @@ def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], code, mask=mask)
 
 
-@kernel
+@kernel("codes out")
 def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
     """Bytes (N, K) as (K, N), without gaps."""
     n, k = block_on(0, BLOCK), block_on(1, BLOCK)
@@ -106,7 +106,7 @@ def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
     tl.store(addresses(Matrix(out, N, None), k, n), v.T, mask=within(k, n, K, N))
 
 
-@kernel
+@kernel("x x_scale w w_scale h b out pre_scale", "M N K x, M N R h")
 def fp8_gemm_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,

@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, halves, vector, zeros
-from fdora.triton.runtime.cost import kernel, kernel_of_any_length
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 
 LEAST = tl.constexpr(2.0**-80)  # sums of 2^32 in units of the largest scale are finite, and what is lost is below 2^-55
 
@@ -92,7 +92,7 @@ def _scale_of(by_t, by_n, t, mask):
     return tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n)
 
 
-@kernel_of_any_length
+@kernel("x x_masked w h b out pre_scale residual", "M N K x, M N K x_masked, M N R h", **ANY_LENGTH)
 def gemm_tma_kernel(
     x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, p,
     M, N, K, R, groups, PROGRAMS,
@@ -129,7 +129,7 @@ def gemm_tma_kernel(
         finish_tma(acc, ends, row, col, M, N, EPILOGUE, EPILOGUE_SUBTILE)
 
 
-@kernel
+@kernel("x x_masked w h b out pre_scale residual", "M N K x, M N K x_masked, M N R h")
 def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,

@@ -32,7 +32,7 @@ def hashed_between(
     return tl.sum(acc, axis=0)
 
 
-@kernel
+@kernel("A B out")
 def hash_kernel(
     A, B, out, s, count_a, count_b, cols_a, cols_b, stride_ar, stride_ak, stride_bn, stride_br,
     PACKED_A: tl.constexpr, PACKED_B: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,

@@ -28,7 +28,7 @@ def _merge_tile(i, W, low, m, c, out, s, N, K, HOW: tl.constexpr):
         store(v, Matrix(out, K, None), n, k, N, K)
 
 
-@kernel
+@kernel("W A B out", "N K R A")
 def merge_kernel(
     W, A, B,  # (N, K), (R, K), (N, R), or their descriptors
     scale_n, scale_k, m, c,  # (N,), (K,), (N,), (N,)

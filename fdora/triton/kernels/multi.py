@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, both, column_at, row_at, vector, zeros
+from fdora.triton.kernels.tile import Matrix, addresses, both, column_at, put, row_at, vector, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents
 
@@ -92,7 +92,7 @@ def g_of_adapter(m, c, a, n, G, N):
     return ga
 
 
-@kernel
+@kernel("ranks")
 def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
     """32 ranks from 8 integers, four of 15 bits in each: numbers of the plan, as a table on the device."""
     i = tl.arange(0, 32)
@@ -119,7 +119,7 @@ def _route(
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
     mine = segments_of(t, offsets, G, BLOCK_G)
-    tl.store(ids + t, mine, mask=t < M)
+    put(mine, ids, t, M)
     first = tl.min(mine, axis=0)
     last = tl.max(tl.where(t < M, mine, 0), axis=0)
     base = (tile + first) * span
@@ -139,7 +139,7 @@ def _route(
             step = a * 32768 + i
             if TAILS:  # the highest bit of a slab: it lies apart
                 step += tl.where((i + 1) * BLOCK_R > r, 16384, 0)
-            tl.store(steps + at + i, step, mask=i < slabs)
+            put(step, steps + at, i, slabs)
         count += tl.sum(slabs, axis=0)
     tl.store(route + ROUTE * tile, first)
     tl.store(route + ROUTE * tile + 1, last)
@@ -185,7 +185,7 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
             tl.store(at, zeros, mask=both(mine, n < width))
 
 
-@kernel
+@kernel("ids g")
 def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
     FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -216,10 +216,10 @@ def multi_routes_kernel(
             i = tl.arange(0, FLAGS)
             bad = vector(flags + a * FLAGS, i, tl.where(a < G, FLAGS, 0))
             ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
-        tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
+        put(ga, g + tl.cast(a, tl.int64) * N, n, N)
 
 
-@kernel
+@kernel("x f h pad", "M R K x")
 def multi_h_kernel(
     x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,

@@ -8,11 +8,11 @@ from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, block_on, store, strip_at, vector, zeros
+from fdora.triton.kernels.tile import Matrix, block_on, put, store, strip_at, vector, zeros
 from fdora.triton.runtime.cost import kernel
 
 
-@kernel
+@kernel("dy saved h g dz partial_m partial_bias partial_B", "M N R dy?BLOCK_R")
 def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -32,7 +32,7 @@ def multi_scale_kernel(
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)
 
 
-@kernel
+@kernel("partial_m")
 def multi_finish_kernel(
     dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
     stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
@@ -70,7 +70,7 @@ def multi_finish_kernel(
                 store_gradients(exact, g_few, c_few, dm, dc, here, mask)
 
 
-@kernel
+@kernel("u v out", "M P Q u")
 def multi_grad_kernel(
     u, v, offsets, ranks, out, M, G, P, Q, R, stride_ut, stride_vt,
     RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
@@ -92,7 +92,7 @@ def multi_grad_kernel(
         store(acc, Matrix(out + place.to(tl.int64) * P * Q, Q, None), p, q, P, Q)
 
 
-@kernel
+@kernel("partial out")
 def multi_sum_kernel(partial, offsets, out, M, G, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The pairs of each adapter, ``size`` numbers each, added in their order."""
     a = tl.program_id(1)
@@ -102,4 +102,4 @@ def multi_sum_kernel(partial, offsets, out, M, G, size, ROWS: tl.constexpr, BLOC
     if lo < hi:
         for strip in range(lo // ROWS, (hi + ROWS - 1) // ROWS):
             acc += vector(partial + (strip + a).to(tl.int64) * size, i, size)
-    tl.store(out + tl.cast(a, tl.int64) * size + i, acc.to(out.dtype.element_ty), mask=i < size)
+    put(acc, out + tl.cast(a, tl.int64) * size, i, size)

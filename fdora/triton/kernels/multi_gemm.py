@@ -27,7 +27,7 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
     return total
 
 
-@kernel
+@kernel("x w h b out pre_scale g", "M N K x, M N R x")
 def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
     MOST, PROGRAMS, TRANS_B: tl.constexpr,
@@ -86,7 +86,7 @@ def multi_gemm_tma_kernel(
             acc = zeros(BLOCK_M, BLOCK_N)
 
 
-@kernel
+@kernel("x x_scale w w_scale h b out pre_scale g", "M N K x, M N R h")
 def multi_codes_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, route, M, N, K, R, groups,
     SPAN, W_SPAN, K_SPAN, BIAS_SPAN, MOST, BN: tl.constexpr, BK: tl.constexpr,
@@ -140,7 +140,7 @@ def low_rank_terms(
     return acc
 
 
-@kernel
+@kernel("x w h b out pre_scale g", "M N K x, M N R x")
 def multi_gemm_pointer_kernel(
     x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
     stride_xm, stride_xk, stride_we, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
@@ -168,7 +168,7 @@ def multi_gemm_pointer_kernel(
     finish(acc, ends, row, col, stop, N, "segments")
 
 
-@kernel
+@kernel("v h b out pre_scale g", "M N R h")
 def multi_epilogue_kernel(
     v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,

@@ -11,7 +11,7 @@ from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
-@kernel
+@kernel("W A B partial", "N K R G A")
 def multi_norm_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
@@ -62,7 +62,7 @@ def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.
     tl.store(grams + at, gram, mask=(a[:, None] == a[None, :]) & (a < G)[:, None])
 
 
-@kernel
+@kernel("W A B partial grams", "N K R G A, R K R G A")
 def strip_norm_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
@@ -117,7 +117,7 @@ def _direct(W, A, b, by, n, rank, N, K, BLOCK_K: tl.constexpr):
     return squares
 
 
-@kernel
+@kernel("B partial grams c", "N R R G c")
 def strip_root_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import valid
-from fdora.triton.kernels.tile import block_on, both, vector
+from fdora.triton.kernels.tile import block_on, both, put, vector
 from fdora.triton.runtime.cost import kernel
 
 
@@ -16,7 +16,7 @@ def _keys(ids, t, M, G):
     return tl.where(t < M, valid(vector(ids, t, M), G), G + 1)
 
 
-@kernel
+@kernel("ids counts")
 def multi_count_kernel(ids, counts, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr):
     """How many tokens of each block are whose, G for none: (blocks, G + 1)."""
     mine, a = _keys(ids, block_on(0, BLOCK_T), M, G), block_on(1, BLOCK_G)
@@ -24,7 +24,7 @@ def multi_count_kernel(ids, counts, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.con
     tl.store(counts + tl.program_id(0) * (G + 1) + a, count, mask=a <= G)
 
 
-@kernel
+@kernel("ids counts offsets order place")
 def multi_route_kernel(
     ids, counts, offsets, order, place, M, G, blocks, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_B: tl.constexpr
 ):
@@ -45,7 +45,7 @@ def multi_route_kernel(
         ends = ahead + tl.cumsum(total, axis=0)
         at += tl.sum(tl.where(mine[:, None] == a[None, :], (ends - total + before)[None, :], 0), axis=1)
         if tl.program_id(0) == 0:
-            tl.store(offsets + a, ends, mask=a < G)
+            put(ends, offsets, a, G)
         ahead += tl.sum(total, axis=0)
     tl.store(order + at, t.to(tl.int64), mask=t < M)
-    tl.store(place + t, at.to(tl.int64), mask=t < M)
+    put(at.to(tl.int64), place, t, M)

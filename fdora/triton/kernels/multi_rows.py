@@ -12,7 +12,7 @@ from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
 
 
-@kernel
+@kernel("gates out out")
 def rows_kernel(
     x, order, gates, out, M, N, k, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -37,7 +37,7 @@ def _seen_finite(h, offsets, a, G, M, R, rank, stride_hm, BLOCK_H: tl.constexpr)
     return tl.max((v - v != 0).to(tl.int32), axis=0) == 0
 
 
-@kernel
+@kernel("x out")
 def bank_kernel(
     x, ranks, out, flags, h, offsets, P, Q, height, pitch, M, G, R, stride_xa, stride_xp, stride_xq, stride_hm,
     dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, BY_ROW: tl.constexpr,
@@ -112,7 +112,7 @@ def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART:
     return tl.where(keep, v * scale, 0.0)
 
 
-@kernel
+@kernel("x out")
 def multi_drop_kernel(
     x, out, seed, offsets, order, ids, threshold, scale, M, G, K, stride_xm, stride_xk,
     APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,

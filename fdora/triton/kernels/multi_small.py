@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.multi import adapter_of, adapters_of, g_of_adapter, rank_of
 from fdora.triton.kernels.product import products
 from fdora.triton.kernels.small import shrunk
-from fdora.triton.kernels.tile import Matrix, block_on, both, loaded, store, vector, within, zeros
+from fdora.triton.kernels.tile import Matrix, block_on, both, loaded, put, store, vector, within, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
@@ -21,7 +21,7 @@ def _together(first, ids, offsets, M, G, BLOCK_T: tl.constexpr, BLOCK_G: tl.cons
     return a, mine, tl.min(tl.where(mine, t, M), axis=0) == first
 
 
-@kernel
+@kernel("x f part", "M R K x")
 def multi_shrink_kernel(
     x, f, ids, offsets, ranks, part, M, G, K, R, span, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -42,7 +42,7 @@ def multi_shrink_kernel(
         tl.store(at, acc, mask=both(mine, r < R))
 
 
-@kernel
+@kernel("part b m c h lora g", "M N R h")
 def multi_expand_kernel(
     part, s, b, m, c, ids, offsets, ranks, h, lora, g, M, G, N, R, stride_ba, stride_br, stride_bn,
     PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -80,7 +80,7 @@ def multi_expand_kernel(
             tl.store(g + at, tl.broadcast_to(ga[None, :], (BLOCK_T, BLOCK_N)), mask=inside)
 
 
-@kernel
+@kernel("x f b m c h lora g", "M R K x, M R N x")
 def multi_low_kernel(
     x, f, s, b, m, c, ids, offsets, ranks, h, lora, g, M, G, K, N, R, stride_xm, stride_xk, stride_fa, stride_fk, stride_fr,
     stride_ba, stride_br, stride_bn,
@@ -108,7 +108,7 @@ def multi_low_kernel(
     sa = vector(s, a, G)
     ht = tl.where(inside, sa * sums, 0.0).to(h.dtype.element_ty)
     if tl.program_id(0) == 0:
-        tl.store(h + t * R + r, ht, mask=r < R)
+        put(ht, h + t * R, r, R)
     at_b = b + tl.cast(a, tl.int64) * stride_ba + r[None, :].to(tl.int64) * stride_br
     for n0 in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -122,7 +122,7 @@ def multi_low_kernel(
             tl.store(g + at, g_of_adapter(m, c, a, n, G, N), mask=n < N, eviction_policy="evict_last")
 
 
-@kernel
+@kernel("x w lora g out pre_scale", "M N K x")
 def multi_small_kernel(
     x, w, lora, g, bias, out, pre_scale, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn,
     PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import adapters_of, g_of_adapter, rank_of
-from fdora.triton.kernels.tile import Matrix, addresses, both, vector, within
+from fdora.triton.kernels.tile import Matrix, addresses, both, put, vector, within
 from fdora.triton.runtime.cost import kernel
 
 
@@ -45,10 +45,10 @@ def _columns(
         at = addresses(Matrix(clean, stride_clean, None), n, a * R + r)
         tl.store(at, tl.where(bad, 0.0, bt), mask=within(n, r, N, R))
         ga = tl.where(tl.max(bad.to(tl.int32), axis=1) > 0, float("nan"), ga)
-    tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
+    put(ga, g + tl.cast(a, tl.int64) * N, n, N)
 
 
-@kernel
+@kernel("wide b h masked owner clean g")
 def multi_table_kernel(
     wide, s, ids, offsets, ranks, b, m, c, h, masked, owner, clean, g, M, N, G, R, tiles,
     stride_ba, stride_bn, stride_br, stride_masked, stride_clean,

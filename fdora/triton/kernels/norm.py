@@ -24,12 +24,13 @@ from fdora.triton.kernels.tile import (
     loaded,
     low_rank,
     low_rank_tma,
+    put,
     tile_at,
     unscaled,
     vector,
     zeros,
 )
-from fdora.triton.runtime.cost import kernel
+from fdora.triton.runtime.cost import kernel, norms
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -172,7 +173,7 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
     return squares
 
 
-@kernel
+@kernel("W A B partial", rest=norms)
 def norm_kernel(
     W, A, B,  # (N, K), (R, K), (N, R), or their descriptors; or those of experts
     scale_n, scale_k,  # (N,), (K,)
@@ -198,7 +199,7 @@ def norm_kernel(
     walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS, TMA, PDL)
 
 
-@kernel
+@kernel("partial c out")
 def choose_kernel(
     partial,  # (strips, N)
     c,  # (N,): the norm of before
@@ -215,6 +216,6 @@ def choose_kernel(
     acc = column_sums(partial, n, N, N, 0 if same else strips, BLOCK_T)
     before = vector(c, n, N)
     after = tl.where(same, before, tl.sqrt_rn(acc))
-    tl.store(out + n, after, mask=n < N)
+    put(after, out, n, N)
     if KEEP:
-        tl.store(c + n, after, mask=n < N)
+        put(after, c, n, N)

@@ -57,7 +57,7 @@ def _of_W(
     tl.store(parts + at, acc, mask=within(i, r, P, R))
 
 
-@kernel
+@kernel("W A B parts_A parts_B gram_A gram_B", "N K R W?parts_A, N K R W?parts_B, R R N A?parts_A, R R K A?parts_B")
 def norm_pass_kernel(
     dc, c,  # (N,)
     W, A, B,  # (N, K), (R, K), (N, R)
@@ -109,7 +109,7 @@ def _added(
     stored_onto(s * by_row * total, onto, out, i, j, R, Q)
 
 
-@kernel
+@kernel("parts_A parts_B gram_A gram_B A B onto_A onto_B dA dB", "R K R A?parts_A, R N R A?parts_B")
 def norm_add_kernel(
     parts_A, parts_B, gram_A, gram_B,  # (parts, R, K), (parts, R, N), (GRAMS, R, R) twice
     A, B,  # (R, K), (N, R)

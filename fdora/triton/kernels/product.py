@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_of, g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, vector, within, zeros
-from fdora.triton.runtime.cost import kernel, kernel_of_any_length
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, vector, within, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 from fdora.triton.runtime.private import INTERPRETED
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
@@ -133,7 +133,7 @@ def finish(
         else:
             if EPILOGUE == "normed":
                 norm = tl.sqrt_rn(c[1])
-                tl.store(c[0] + n, norm, mask=n < N)
+                put(norm, c[0], n, N)
                 g = g_of(m, norm, n, N)
             else:
                 g = g_tile(m, c, n, N)
@@ -148,7 +148,7 @@ def finish(
     _write(out, acc, row, col, at, mask, M, N, STORE)
 
 
-@kernel_of_any_length
+@kernel("base h b out pre_scale", "M N R base", **ANY_LENGTH)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
     EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
@@ -163,7 +163,7 @@ def rest_kernel(
     finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
 
 
-@kernel
+@kernel("v residual out")
 def epilogue_kernel(
     v, residual, out, m, c, bias, M, N,
     EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -166,7 +166,7 @@ def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T:
     return tl.sum(v * v, axis=1)
 
 
-@kernel
+@kernel("codes scales scales2 A B partial dense", "N K R A")
 def quant_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
     A, B,  # (R, K), (N, R), or their descriptors

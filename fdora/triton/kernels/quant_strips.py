@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, Codes, e4m3, e8m0, nibble
 from fdora.triton.kernels.norm import walk
-from fdora.triton.kernels.tile import Matrix, loaded
+from fdora.triton.kernels.tile import Matrix, loaded, put
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.lookup import OF_WORDS
 
@@ -118,10 +118,10 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
         squares += v * v
         squares += u * u
     total = tl.sum(tl.sum(tl.sum(squares, axis=3), axis=2), axis=1) * (unit * unit)
-    tl.store(partial + strip.to(tl.int64) * N + n, total, mask=n < N)
+    put(total, partial + strip.to(tl.int64) * N, n, N)
 
 
-@kernel
+@kernel("codes scales scales2 A B partial dense", "N K R A")
 def quant4_strips_kernel(
     codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
     stride_bn, stride_br,

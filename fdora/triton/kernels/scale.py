@@ -8,8 +8,8 @@ import triton.language as tl
 from fdora.triton.kernels.g import EPS, g_tile, times_g
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, vector, within, zeros
-from fdora.triton.runtime.cost import kernel_of_any_length
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, strip_at, vector, within, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -61,7 +61,7 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
                 dg = tl.where(lost, exact, dg)
         store_gradients(dg, g, vector(c, n, N, 1.0), dm, dc, n, n < N)
     if dbias is not None:
-        tl.store(dbias + n, sum_bias, mask=n < N)
+        put(sum_bias, dbias, n, N)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R):
         tl.store(partial_B + at[:, None] * R + r[None, :], sum_B, mask=within(n, r, N, R))
 
 
-@kernel_of_any_length
+@kernel("dy dz beside partial_m partial_bias partial_B saved?dm|dc h?BLOCK_R dB?SINGLE", "M N R dy?BLOCK_R", **ANY_LENGTH)
 def scale_kernel(
     dy, saved,  # (M, N)
     x, w, h, b,  # (M, K), (N, K), (M, R), (N, R)
@@ -152,7 +152,7 @@ def scale_kernel(
         store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R)
 
 
-@kernel_of_any_length
+@kernel("partial_m partial_bias partial_B dB", **ANY_LENGTH)
 def finish_kernel(
     dy, x, w, h, b,  # (M, N), (M, K), (N, K), (M, R), (N, R)
     m, c,  # (N,)
@@ -199,7 +199,7 @@ def _factor(
     store(acc, out, c, r, C, R)
 
 
-@kernel_of_any_length
+@kernel("x dh dA dz h dB", "R K M x, R N M x", **ANY_LENGTH)
 def factors_kernel(
     x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,

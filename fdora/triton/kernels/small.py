@@ -24,7 +24,7 @@ def shrunk(x, f, t, r, begin, end, M, K, R, BLOCK_K: tl.constexpr):
     return acc
 
 
-@kernel
+@kernel("x a part", "M R K x")
 def shrink_kernel(
     x, a, part, M, K, R, span, stride_xm, stride_xk, stride_ar, stride_ak, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -76,7 +76,7 @@ def low_rank_term(
     return acc
 
 
-@kernel
+@kernel("x w part h b out pre_scale u dA", "M N K x, M N R x, M N R u")
 def small_kernel(
     x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
@@ -95,7 +95,7 @@ def small_kernel(
     finish(acc, (out, pre_scale, out if ACCUMULATE else None, m, c, bias), 0, col, M, N)
 
 
-@kernel
+@kernel("sums part h b out pre_scale u dA", "M N R x, M N R u")
 def add_parts_kernel(
     sums, x, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
     SPLITS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -27,7 +27,7 @@ def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr)
         return rows4(x, W, col, begin, end, M, N, K, HOW, T)
 
 
-@kernel
+@kernel("x codes scales scales2 out part h b", "M N K x, M N R x?b")
 def codes_parts_kernel(
     x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, groups,
     stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm,
@@ -65,7 +65,7 @@ def codes_parts_kernel(
     tl.store(out + at, acc, mask=within(n, t, N, M))
 
 
-@kernel
+@kernel("x codes scales scales2 part h b out pre_scale u dA", "M N K x, M N R x, M N R u")
 def small_codes_kernel(
     x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, groups,
     stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm, stride_um, stride_un,

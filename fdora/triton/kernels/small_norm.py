@@ -11,7 +11,7 @@ from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
 
 
-@kernel
+@kernel("x w a part h b out pre_scale", "M N K x, M N R x, K N R x")
 def small_norm_kernel(
     x, w, a, part, h, b, out, pre_scale, m, c, bias, s, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_ar, stride_ak, stride_br, stride_bn, stride_hm,

@@ -20,7 +20,7 @@ def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
     return acc
 
 
-@kernel
+@kernel("partial out")
 def sum_kernel(
     partial,  # (strips, N), or as many of each owner
     out,  # (N,), or the rows of the owners

@@ -107,6 +107,12 @@ def vector(p, i, I, other=0.0):
 
 
 @triton.jit
+def put(v, p, i, I):
+    """v as the numbers i of (I,), in their dtype."""
+    tl.store(p + i, v.to(p.dtype.element_ty), mask=i < I)
+
+
+@triton.jit
 def zeros(I: tl.constexpr, J: tl.constexpr = None):
     """Sums, (I,) or (I, J), which are in float32 whatever is added up."""
     if J is None:

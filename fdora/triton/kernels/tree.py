@@ -15,7 +15,7 @@ import triton.language as tl
 from fdora.triton.kernels.decode import How, beside, byte_weights
 from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
-from fdora.triton.kernels.tile import vector, zeros
+from fdora.triton.kernels.tile import put, vector, zeros
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 (
@@ -256,6 +256,6 @@ def roots_kernel(
             for _ in range(0, chunks):
                 acc += tl.load(at, mask=n < N, other=0.0)
                 at += N
-            tl.store(new + at_c + n, tl.sqrt_rn(acc), mask=n < N)
+            put(tl.sqrt_rn(acc), new + at_c, n, N)
         else:
-            tl.store(new + at_c + n, tl.load(old + at_c + n, mask=n < N), mask=n < N)
+            put(tl.load(old + at_c + n, mask=n < N), new + at_c, n, N)
