@@ -25,7 +25,7 @@ from fdora.triton.sums import SUM_N, SUM_T, column_sums
 
 def by_binder(partial: Tensor, out: Tensor) -> None:
     grid = (cdiv(partial.shape[1], SUM_N),)
-    sum_kernel[grid](partial, out, partial.shape[1], partial.shape[0], False, SUM_N, SUM_T, num_warps=4)
+    sum_kernel[grid](partial, out, partial.shape[1], partial.shape[0], None, False, SUM_N, SUM_T, num_warps=4)
 
 
 def plan_sums(likes, device):
@@ -55,7 +55,7 @@ def custom(partial: Tensor) -> Tensor:
 def by_triton_op(partial: Tensor, out: Tensor) -> None:
     grid = (cdiv(partial.shape[1], SUM_N),)
     kernel = torch.library.wrap_triton(sum_kernel)
-    kernel[grid](partial, out, partial.shape[1], partial.shape[0], False, SUM_N, SUM_T, num_warps=4)
+    kernel[grid](partial, out, partial.shape[1], partial.shape[0], None, False, SUM_N, SUM_T, num_warps=4)
 
 
 class Classic(torch.autograd.Function):

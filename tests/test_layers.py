@@ -181,16 +181,16 @@ def private(file, source):
             yield f"{file} uses {name}"
 
 
-JIT = ["triton.jit"], ["triton.jit(launch_metadata=launched)"], ["triton.jit(**ANY_LENGTH)"]
+JIT = ["triton.jit"], ["kernel"]
 
 
 def no_kernels(source):
     """What a file of kernels holds beside its docstring, imports, constants of the compiler, tuples of operands and
-    ``@triton.jit`` functions."""
+    functions that Triton compiles."""
     for i, node in enumerate(ast.parse(source).body):
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (i == 0 and isinstance(node, ast.Expr)):
             continue
-        if isinstance(node, ast.FunctionDef) and [ast.unparse(d) for d in node.decorator_list] in JIT:
+        if isinstance(node, ast.FunctionDef) and [ast.unparse(d).partition("(")[0] for d in node.decorator_list] in JIT:
             continue
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("tl.constexpr(", "map(tl.constexpr, ")):
             continue

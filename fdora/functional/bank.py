@@ -25,7 +25,7 @@ from fdora.functional.backend import select_backend
 from fdora.quant import QuantWeight
 
 # Kernels of banks and of experts have one program, or some, for each adapter on the second axis of a grid (multi_sum_kernel,
-# multi_finish_kernel, multi_root_kernel, strip_root_kernel, experts_norm_kernel) or the third (multi_grad_kernel); CUDA starts
+# multi_finish_kernel, sum_kernel, strip_root_kernel, norm_kernel) or the third (multi_grad_kernel); CUDA starts
 # 65,535 there. Tokens of nobody, segment G, have programs on flat grids only. The table of routes, adapter * 32768 + slab in
 # int32, has room for one adapter more.
 MOST_ADAPTERS = 65_535

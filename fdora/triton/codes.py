@@ -20,6 +20,7 @@ from fdora.quant.hqq import decode as decode_hqq
 from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
 from fdora.quant.weight import kind_of
+from fdora.triton.kernels.decode import How
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import INTERPRETED, Device, cdiv
 from fdora.triton.runtime.plan import Array, Like, Plan
@@ -278,7 +279,7 @@ def decoding(W: Packed, capability: int, by: int = PERMUTES) -> dict[str, Any]:
     return {
         **named("codes scales code256 scales2 offset", tensors),
         **named("stride_cn stride_ck", strides),
-        **named("BITS CODE HIGH_FIRST GROUP_SIZE SCALES FLAT PAIRS BY_BITS BN BK PTX", facts),
+        "HOW": How._make(facts),
         "groups": groups_of(W),
     }
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from fdora.triton.kernels.experts import combine_kernel, gated_bwd_kernel, gated_fwd_kernel, gates_kernel, spread_kernel
+from fdora.triton.kernels.experts import combine_kernel, gated_bwd_kernel, gated_fwd_kernel, gates_kernel
+from fdora.triton.kernels.multi_rows import rows_kernel
 from fdora.triton.op import maker, planned
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.plan import Array
@@ -19,8 +20,8 @@ GATED = {"BLOCK_M": 8, "BLOCK_F": 256, "BLOCK_N": 256}  # of the activation
 @maker("rows to their experts", "tokens vector flat", "one pass")
 def plan_spread(plan: Builder, x: Array, order: Array, gates: Array | None, k: int) -> None:
     out = plan.result("rows", (order.numel, x.shape[1]), x.dtype)
-    given = {"x": x, "order": order, "gates": gates, "out": out, "k": k}
-    plan.launch(spread_kernel, "M N", given | named("M N", out.shape), COPIES)
+    given = {"x": x, "order": order, "gates": gates, "out": out, "k": k, "SCATTER": False}
+    plan.launch(rows_kernel, "M N", given | named("M N", out.shape), COPIES)
 
 
 @maker("rows back from their experts", "tokens flat flat", "one pass")

@@ -28,7 +28,6 @@ from fdora.triton.kernels.fp8 import (
     fp8_blocks_kernel,
     fp8_gemm_kernel,
     fp8_rows_kernel,
-    mx_gemm_kernel,
     mx_rows_kernel,
     turn_kernel,
 )
@@ -139,7 +138,7 @@ def y_of_codes(
     given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x8.shape[0], **named("N K", W.shape)}
     r = h.shape[1] if h else 0
     given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r)))}
-    plan.launch(mx_gemm_kernel if columns == MX else fp8_gemm_kernel, "MN", given, end, config, scales)
+    plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
 def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:

@@ -12,7 +12,7 @@ A W^T being one product for adapters whose ranks lie side by side: 228. More ada
 cache: they run beside the first. Each term is good to 1e-7 of itself; where they cancel to less than half of the first and
 last, c would not be, and the rows are summed as above, by the kernel that adds (strip_root_kernel).
 
-Experts, each with a W of its own, take the tile of norm.py on another axis of programs: with a loop over adapters that ends
+Experts, each with a W of its own, take the kernel of norm.py on another axis of programs: with a loop over adapters that ends
 after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
 """
 
@@ -23,23 +23,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fdora.triton.hash import UNGUARDED
 from fdora.triton.kernels.multi_norm import (
-    experts_norm_kernel,
     multi_norm_kernel,
-    multi_root_kernel,
     strip_norm_kernel,
     strip_root_kernel,
 )
+from fdora.triton.kernels.norm import norm_kernel
 from fdora.triton.multi_rows import rank_table
 from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
-from fdora.triton.sums import SUM_N, TILE
+from fdora.triton.split import Factors
+from fdora.triton.sums import column_sums
 from fdora.triton.tiles.configs import norm_config, power_of_two
 
 SMALL_R = 32
 ROOT_N, ROOT_K = 64, 64
+EACH = "next_w stride_wn stride_wk next_a stride_ar stride_ak next_b stride_bn stride_br"  # of experts
 # Of ||W_n||^2 + ||s (B A)_n||^2: at this share errors of 1e-7 in each term are at most 4e-7 of c^2. A random update of any
 # size leaves 1 but for some 1 / sqrt(K), and a trained one has to lie against W as much as along it to come near.
 CANCELLED = 0.5
@@ -95,16 +97,16 @@ def plan_bank_norm(
     for i in range(0, N, max(1, rows)):
         w, b = W.rows(i, i + rows, -2), B.rows(i, i + rows, 1)
         own = b.shape[1]
-        partial = plan.temp((tiles, G * own))
+        partial = plan.temp((G, tiles, own))
         blocks = cdiv(own, block_n) * tiles
-        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R, "G": G}
+        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R}
         if own_W:
-            plan.launch(experts_norm_kernel, (blocks, G), given | {"EVEN": 2 * even}, config)
+            given |= named(EACH, (*w.stride, *A.stride, *b.stride)) | {"EVEN": 2 * even, "span": None}
+            plan.launch(norm_kernel, (blocks, G), given, Factors(A, b, None, None), UNGUARDED, config)
         else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
-            given |= {"ranks": table, "slabs": cdiv(R, block_r), "EVEN": even}
+            given |= {"G": G, "ranks": table, "slabs": cdiv(R, block_r), "EVEN": even}
             plan.launch(multi_norm_kernel, (blocks,), given, config._replace(num_warps=8))
-        given = {"partial": partial, "c": c, "N": own, "G": G, "strips": tiles, "first": i, "width": N}
-        plan.launch(multi_root_kernel, (cdiv(own, SUM_N), G), given, TILE)
+        column_sums(plan, partial, c.columns(i, i + own), sqrt=True)
 
 
 def span_of(N: int, K: int, R: int, G: int, strip: StripConfig, num_sms: int) -> int:

@@ -60,7 +60,7 @@ def unsort(plan: Builder, t: Array, order: Array, out: Array) -> None:
 
 
 def _rows(plan: Builder, x: Array, order: Array, out: Array, scatter: bool) -> None:
-    given = {"x": x, "order": order, "out": out, "SCATTER": scatter}
+    given = {"x": x, "order": order, "gates": None, "out": out, "k": 1, "SCATTER": scatter}
     plan.launch(rows_kernel, "M N", given | named("M N", x.shape), TILE)
 
 

@@ -35,6 +35,7 @@ from fdora.triton.sums import chosen, column_sums
 from fdora.triton.tiles.configs import MIN_K, NormConfig, norm_config
 
 PATH = "one pass over W, nothing of its size written"
+ALONE = named("next_w next_a next_b", (None,) * 3)
 SPLIT = "; float32 factors as float16 ones of three times the rank"
 
 
@@ -139,7 +140,7 @@ def _squares(plan: Builder, W: Array, of: Factors, s: Scalar, guard: Guard) -> A
         programs = min(programs, config.PROGRAMS * plan.device.num_sms)
     given = tiled(config, W, A, B) | {"partial": partial, "s": s, "span": config.SPAN or None}
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
-    plan.launch(norm_kernel, (programs,), given, of, guard, config, pdl=guarded and plan.pdl)
+    plan.launch(norm_kernel, (programs,), given, of, guard, config, ALONE, pdl=guarded and plan.pdl)
     return partial
 
 

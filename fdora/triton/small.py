@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.quant import Lut4
-from fdora.triton.codes import Packed, decoding, group_of, groups_of, has_ptx
+from fdora.triton.codes import Packed, decoding, group_of, has_ptx
 from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -173,10 +173,10 @@ def _small(
 
 def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str, Any], config: CodesConfig | None) -> None:
     (M, N, K, r), (_, capability, num_sms, pdl) = (of[size] for size in "MNKR"), plan.device
-    weight = _codes(W, columns, capability)
+    weight = _codes(W, capability)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
     rows = 8 if columns and M <= 8 else power_of_two(M)
-    config = config or small_codes_config(rows, N, K, weight["BITS"], columns, capability, num_sms)
+    config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms)
     if group := group_of(W):
         of_group = "BLOCK_N" if columns else "BLOCK_K"
         config = config._replace(**{of_group: within(getattr(config, of_group), group)})
@@ -197,18 +197,11 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     plan.launch(add_parts_kernel, "N", given, ends, parts_config(M, r, columns), of, num_stages=2, pdl=pdl)
 
 
-def _codes(W: Packed, columns: bool, capability: int) -> dict[str, Any]:
-    """W as the kernels of few tokens take it."""
-    form, codes, strides, ptx = W.form, W.codes, W.codes.stride, has_ptx(capability) and capability >= 80
-    how: tuple
-    if isinstance(form, Lut4):
-        codes, strides = codes.words((codes.numel // 4,), (1,), torch.int32), (0, 0)
-        how = (4, form.table, form.hi_first, form.group, form.scales, 1, ptx)
-    else:
-        facts = decoding(W, capability)
-        strides = (facts["stride_cn"], facts["stride_ck"]) if group_of(W) else strides if columns else strides[::-1]
-        how = (8, *(facts[name] for name in ("CODE", "BY_BITS", "BN", "SCALES", "BK", "PTX")))
-    rest = (*W.rest, None, None, None)[:4]
-    given = named("codes scales code256 scales2 offset stride_wk stride_wn", (codes, *rest, *strides))
-    given |= named("BITS KIND HIGH_FIRST GROUP SCALES BLOCK_COLUMNS PTX", how)
-    return given | {"words": W.shape[1] // 8, "groups": groups_of(W)}
+def _codes(W: Packed, capability: int) -> dict[str, Any]:
+    """W as the kernels of few tokens take it: 4-bit codes in words of eight."""
+    given = decoding(W, capability)
+    if isinstance(W.form, Lut4):
+        ptx = has_ptx(capability) and capability >= 80
+        codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
+        given |= {"codes": codes, "stride_cn": W.shape[1] // 8, "HOW": given["HOW"]._replace(PTX=ptx)}
+    return given

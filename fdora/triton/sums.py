@@ -6,6 +6,7 @@ from fdora.triton.hash import Guard
 from fdora.triton.kernels.norm import choose_kernel
 from fdora.triton.kernels.sums import sum_kernel
 from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 
 SUM_N, SUM_T = 32, 32
@@ -13,9 +14,10 @@ TILE = {"BLOCK_N": SUM_N, "BLOCK_T": SUM_T}
 
 
 def column_sums(plan: Builder, partial: Array, out: Array, sqrt: bool = False) -> None:
-    """(strips, N) float32 -> (N,); optionally the root."""
-    strips, N = partial.shape
-    plan.launch(sum_kernel, "N", {"partial": partial, "out": out, "N": N, "strips": strips, "SQRT": sqrt}, TILE)
+    """(strips, N) float32 -> (N,), or (G, strips, N) -> (G, N); optionally the root."""
+    *owners, strips, N = partial.shape
+    given = {"partial": partial, "out": out, "N": N, "strips": strips, "row": out.stride[0] if owners else None, "SQRT": sqrt}
+    plan.launch(sum_kernel, (cdiv(N, SUM_N), *owners), given, TILE)
 
 
 def chosen(plan: Builder, partial: Array, out: Array, guard: Guard) -> None:

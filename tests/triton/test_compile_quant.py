@@ -173,7 +173,7 @@ def test_dense_times_g(name, target, tmp_path):
 @pytest.mark.parametrize(("target", "by_bits"), [(80, True), (90, False), (100, False), ("gfx942", True)], ids=str)
 def test_float8_where_there_is_one(target, by_bits):
     step = step_of(FORMS["fp8 block"], target, *WHOLE[0])
-    assert arguments(step)["BY_BITS"] == by_bits
+    assert by_bits == arguments(step)["HOW"].BY_BITS
     if isinstance(target, int):
         assert ("cvt.rn.f16x2.e4m3x2" in build(step, target).asm["ptx"]) != by_bits
 

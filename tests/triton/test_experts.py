@@ -48,7 +48,7 @@ def test_one_launch_whatever_the_lengths(chosen_anew):
         made.append(list(chosen_anew.values()))
     assert made[0] == made[1] == made[2]
     found = sum((kernels(p) for p in made[0]), start=kernels(made[0][0])) - kernels(made[0][0])
-    assert found["multi_gemm_pointer_kernel"] + found["multi_gemm_tma_kernel"] == found["experts_norm_kernel"] == 1
+    assert found["multi_gemm_pointer_kernel"] + found["multi_gemm_tma_kernel"] == found["norm_kernel"] == 1
 
 
 def test_strangers_stay_strangers(as_hopper):

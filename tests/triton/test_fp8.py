@@ -270,11 +270,12 @@ def test_scales_of_powers_of_two_compile(target, tmp_path):
     plan, hopper = (
         plan_forward(likes, gpu(d), 0.0, "lora", ("output",), True, *written([W]), False, True) for d in (target, 90)
     )
-    assert not launches(hopper, "mx") and len(launches(plan, "mx")) == 2 and plan.path.startswith(fp8.FORWARD)
-    for step in launches(plan, "mx"):
+    steps = [*launches(plan, "mx_rows"), *launches(plan, "fp8_gemm")]
+    assert not launches(hopper, "mx") and len(steps) == 2 and plan.path.startswith(fp8.FORWARD)
+    for step in steps:
         made = build(step, target)
         assert_fits(made, target, tmp_path)
-        assert ("block_scale" in made.asm["ptx"]) == (step.kernel.__name__ == "mx_gemm_kernel")
+        assert ("block_scale" in made.asm["ptx"]) == (step.kernel.__name__ == "fp8_gemm_kernel")
 
 
 SHAPES = [  # tokens, N, K, r, scales, their blocks

@@ -22,11 +22,11 @@ KERNELS = Path(fdora.triton.kernels.__file__).parent
 FAULTS = [
     ("linear", "tl.where(keep, acc * keep_scale, 0.0)", "acc * keep_scale"),  # a product's share of dropped tokens
     ("linear", "out = dg / tl.where(c < EPS, EPS, c)", "out = dg"),
-    ("linear", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn)", "tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), cn"),
+    ("linear", "vector(m, n, N).to(tl.float32), floored(cn)", "vector(m, n, N).to(tl.float32), cn"),
     ("linear", "v = tl.where(keep, v * scale, 0.0)", "v = tl.where(keep, v, 0.0)"),
     ("linear", "_mix((t + 1).to(tl.uint32) ^ key)", "_mix(t.to(tl.uint32) ^ key)"),
     ("mlp", "share + f * (1 - share)\n", "share\n"),
-    ("mlp", "(z * share_of(z, ACT) * u)", "(u * share_of(u, ACT) * z)"),
+    ("mlp", "put(z * share_of(z, ACT) * u,", "put(u * share_of(u, ACT) * z,"),
     ("linear", "y += tl.load(residual + at, mask=mask)", "y += 0.0"),
     ("linear", "acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)", "acc += 0.0"),
     ("norm", "tl.sqrt_rn(acc) if SQRT else acc", "tl.sqrt_rn(acc)"),
@@ -42,7 +42,7 @@ FAULTS = [
     ("multi", "found = tl.load(at)", "found = tl.load(g + n)[None, :]"),  # everybody has the g of the first
     ("experts", "bias += tl.cast(first, tl.int64) * BIAS_SPAN", "bias += 0"),
     ("experts", "tl.load(gates + t * k + j, mask", "tl.load(gates + t * k, mask"),
-    ("experts", "tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),
+    ("experts", "tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),
     ("linear", "x, byte_scales(W, n, k,", "x, byte_scales(W, n * 0, k,"),  # of a W that is decoded for a product
     ("linear", "tl.where(c > EPS, -out * g, 0.0)", "tl.where(c > EPS, out * g, 0.0)"),
     ("merge", "acc = unscaled(acc, low, n, k, N, K)\n    g = g_tile", "g = g_tile"),  # beside a float32 factor

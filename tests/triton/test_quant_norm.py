@@ -334,7 +334,7 @@ def test_float8_as_the_hardware_has_it(as_hopper):
         assert_norm(c, case.W, A, B, 0.7)
     if device.NAME == "cpu":
         found = [step for plan in plans.values() for name in ("quant", "dequantize") for step in launches(plan, name)]
-        assert len(found) == 4 and not any(arguments(step)["BY_BITS"] for step in found)
+        assert len(found) == 4 and not any(arguments(step)["HOW"].BY_BITS for step in found)
 
 
 def some():

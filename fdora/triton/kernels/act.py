@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import put
+from fdora.triton.runtime.cost import kernel
 
 CUBIC = tl.constexpr(0.044715)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -36,15 +37,15 @@ def slope_of(z, share, ACT: tl.constexpr):
         return share + f * (1 - share) * (1 + z * z * CUBIC * 3) * TWICE_ROOT_2_OVER_PI
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("gate up a")
 def act_fwd_kernel(gate, up, a, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(gate + at, mask=at < count).to(tl.float32)
     u = tl.load(up + at, mask=at < count).to(tl.float32)
-    tl.store(a + at, (z * share_of(z, ACT) * u).to(a.dtype.element_ty), mask=at < count)
+    put(z * share_of(z, ACT) * u, a, at, count)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("da gate up dgate dup")
 def act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(gate + at, mask=at < count).to(tl.float32)
@@ -52,5 +53,5 @@ def act_bwd_kernel(da, gate, up, dgate, dup, count, ACT: tl.constexpr, BLOCK: tl
     d = tl.load(da + at, mask=at < count).to(tl.float32)
     share = share_of(z, ACT)
     f = z * share
-    tl.store(dgate + at, (d * u * slope_of(z, share, ACT)).to(dgate.dtype.element_ty), mask=at < count)
-    tl.store(dup + at, (d * f).to(dup.dtype.element_ty), mask=at < count)
+    put(d * u * slope_of(z, share, ACT), dgate, at, count)
+    put(d * f, dup, at, count)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import times_g
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, vector, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
 
 
@@ -48,7 +48,7 @@ def _store_sums(sums, partial_g, partial_bias, at, mask):
         tl.store(partial_bias + at, sums[1], mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("base lora y")
 def compose_fwd_kernel(
     base, lora, g, bias, y, s, M, N, stride_base, stride_lora, stride_y,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -64,7 +64,7 @@ def compose_fwd_kernel(
     store(out, Matrix(y, stride_y, None), m, n, M, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
 def compose_bwd_kernel(
     dy, base, lora,  # (M, N)
     g,  # (N,)
@@ -74,7 +74,7 @@ def compose_bwd_kernel(
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, FLAT: tl.constexpr,
 ):
     n, strip = strip_at(N, BLOCK_N, FLAT)
-    gn = tl.load(g + n, mask=n < N, other=0.0)
+    gn = vector(g, n, N)
     dy, base, lora = Matrix(dy, stride_dy, None), Matrix(base, stride_base, None), Matrix(lora, stride_lora, None)
     sums = _backward(
         dy, base, lora, Matrix(dbase, N, None), Matrix(dlora, N, None), partial_g, partial_bias, gn, n, strip, M, N, s,
@@ -83,7 +83,7 @@ def compose_bwd_kernel(
     _store_sums(sums, partial_g, partial_bias, strip.to(tl.int64) * N + n, n < N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("base lora y")
 def planes_fwd_kernel(
     base, lora, g, bias, y, s, rows, N, P,
     DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, FLAT: tl.constexpr,
@@ -102,7 +102,7 @@ def planes_fwd_kernel(
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dy base?partial_g lora?partial_g dbase dlora partial_g partial_bias")
 def planes_bwd_kernel(
     dy, base, lora,  # (rows, P)
     g,  # (N,)
@@ -122,7 +122,7 @@ def planes_bwd_kernel(
     _store_sums(sums, partial_g, partial_bias, at, m < rows)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("z z h b", "M N R b")
 def slots_kernel(
     z, g, holds, bias,  # (M, N), (S, N), (S,), (N,)
     order, counts, starts, ids,  # (M,) and more, then as many as there are segments
@@ -136,7 +136,7 @@ def slots_kernel(
     i, s, part = tl.program_id(0), tl.arange(0, BLOCK_S), tl.program_id(2)
     if PDL:
         gdc_wait()
-    used = tl.load(ids + s, mask=s < SEGMENTS, other=-1) >= 0
+    used = vector(ids, s, SEGMENTS, -1) >= 0
     tiles = tl.cdiv(tl.load(counts + s, mask=used, other=0), BLOCK_M)
     behind = tl.cumsum(tiles, 0)
     at = tl.sum((behind <= i).to(tl.int32), axis=0)
@@ -144,17 +144,17 @@ def slots_kernel(
     if (at < SEGMENTS) & (first < end):
         slot = tl.load(ids + at).to(tl.int64)
         row = (i - tl.sum(tl.where(s == at, behind - tiles, 0), axis=0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-        m = tl.load(order + tl.load(starts + at) + row, mask=row < tl.load(counts + at), other=M)
+        m = vector(order + tl.load(starts + at), row, tl.load(counts + at), M)
         n = first + tl.arange(0, BLOCK_N)
         own_h, own_b, to = Matrix(h + part * M * R, R, None), Matrix(b + slot * N * R, 1, R), Matrix(z, stride_z, None)
-        gn = tl.load(g + slot * N + n, mask=n < tl.where(tl.load(holds + slot) != 0, end, 0), other=1.0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gn = vector(g + slot * N, n, tl.where(tl.load(holds + slot) != 0, end, 0), 1.0)
+        acc = zeros(BLOCK_M, BLOCK_N)
         for r0 in range(0, R, BLOCK_R):
             r = r0 + tl.arange(0, BLOCK_R)
             bt = loaded(own_b, r, n, R, end)
             acc = tl.dot(loaded(own_h, m, r, M, R).to(bt.dtype), bt, acc)
         zt, c = loaded(to, m, n, M, end), tl.zeros_like(gn)
         if bias is not None:
-            c = tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)
+            c = vector(bias, n, end).to(tl.float32)
         scaled = (gn * (zt.to(tl.float32) + acc - c) + c).to(zt.dtype)
         store(tl.where((gn == 1)[None, :], zt + acc.to(zt.dtype), scaled), to, m, n, M, end)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("src0 src1 src2 src3 out")
 def copy_kernel(
     src0, src1, src2, src3, out, rows0, rows1, rows2, rows3, columns, stride_out,
     stride_m0, stride_n0, stride_m1, stride_n1, stride_m2, stride_n2, stride_m3, stride_n3,
@@ -33,7 +32,7 @@ def copy_kernel(
         at += rows
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("t out")
 def by_g_kernel(
     t, out, m, c, N, K, stride_n, stride_k, stride_out, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fdora.quant.bnb import UNIT as BNB_UNIT
+from fdora.triton.kernels.tile import both
 from fdora.triton.runtime.lookup import LANE_VALUE, PTX, SHUFFLED
 
 NF4 = tl.constexpr(PTX["nf4"])
@@ -22,8 +23,13 @@ SHUFFLE = tl.constexpr(SHUFFLED)
 AND_VALUES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r")  # those of four bytes, all the same
 
 
-class Codes4(NamedTuple):
-    """A W of 4-bit codes: two to a byte, the scales of its groups, what those are made of, and how many a row has."""
+class Codes(NamedTuple):
+    """A W of codes. Of 4 bits: two to a byte, the scales of groups, what those are made of, and how many a row has; of few
+    tokens eight to a word, ``row`` to a row. Of 8: with their strides.
+
+    Packed integers have the zeros of groups as ``code256`` and the group of each column, if any, as ``scales2``. ``row`` is
+    what lies between words of a row (gptq) or a column (awq), or between rows (hqq); ``col`` what lies between zeros of groups,
+    or how many rows have bytes (hqq)."""
 
     codes: Any
     scales: Any
@@ -31,44 +37,24 @@ class Codes4(NamedTuple):
     scales2: Any
     offset: Any
     groups: Any
+    row: Any
+    col: Any
 
 
-class How4(NamedTuple):
-    """Its constants: lut_facts of fdora/triton/codes.py."""
+class How(NamedTuple):
+    """The constants of either: decoding of fdora/triton/codes.py.
 
-    TABLE: Any
+    Of packed integers (SCALES group) BN is their bits, BK the columns of a group; BY_BITS: stored zeros are one less.
+    """
+
+    BITS: Any
+    CODE: Any
     HIGH_FIRST: Any
     GROUP: Any
     SCALES: Any
     FLAT: Any
     PAIRS: Any
-    PTX: Any
-
-
-class Codes8(NamedTuple):
-    """A W of 8-bit codes, their strides and scales; ``groups``: scales of a row.
-
-    Or of packed integers: ``row`` is what lies between words of a row (gptq) or a column (awq), or between rows (hqq);
-    ``col`` what lies between zeros of groups, or how many rows have bytes (hqq)."""
-
-    codes: Any
-    row: Any
-    col: Any
-    scales: Any
-    groups: Any
-    zeros: Any
-    index: Any
-
-
-class How8(NamedTuple):
-    """Its constants: byte_facts of fdora/triton/codes.py.
-
-    Of packed integers (MODE group) BN is their bits, BK the columns of a group; BY_BITS: stored zeros are one less.
-    """
-
-    CODE: Any
     BY_BITS: Any
-    MODE: Any
     BN: Any
     BK: Any
     PTX: Any
@@ -113,13 +99,14 @@ def nibble(x, TABLE: tl.constexpr):
 
 
 @triton.jit
-def nibbles(x, TABLE: tl.constexpr, PTX: tl.constexpr):
-    """The values of the low and of the high halves of bytes. ``PTX``: 2 by shuffles, 1 by permutes, 0 by selects."""
-    if PTX == 2:
+def nibbles(x, HOW: tl.constexpr):
+    """The values of the low and of the high halves of bytes. PTX: 2 by shuffles, 1 by permutes, 0 by selects."""
+    TABLE: tl.constexpr = HOW.CODE
+    if HOW.PTX == 2:
         LANE: tl.constexpr = NF4_LANE if TABLE == "nf4" else FP4_LANE if TABLE == "fp4" else E2M1_LANE
         value = tl.inline_asm_elementwise(LANE, "=r", [], tl.int32, True, 1)
         low, high = tl.inline_asm_elementwise(SHUFFLE, AND_VALUES, [x, value], (tl.float32, tl.float32), True, 4)
-    elif PTX:
+    elif HOW.PTX:
         TEXT: tl.constexpr = NF4 if TABLE == "nf4" else FP4 if TABLE == "fp4" else E2M1
         low, high = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float32, tl.float32), True, 4)
     else:
@@ -137,48 +124,48 @@ def e4m3(x):
 
 
 @triton.jit
-def _e8m0(x):
+def e8m0(x):
     """2^(x - 127); 255 is NaN, and 0 a float32 below the normal ones."""
     x = x.to(tl.int32)
     return tl.where(x == 255, 0x7FC00000, tl.where(x == 0, 0x400000, x << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scale_terms(x, code256, scales2, at, mask, SCALES: tl.constexpr):
+def scale_terms(x, code256, scales2, at, mask, HOW: tl.constexpr):
     """What a nested scale is made of, read: its value in code256 and its second scale. Of others the stored one, twice."""
-    if SCALES == "nested":
+    if HOW.SCALES == "nested":
         return tl.load(code256 + x.to(tl.int32), mask=mask, other=0.0), tl.load(scales2 + (at >> 8), mask=mask, other=0.0)
     else:
         return x, x
 
 
 @triton.jit
-def scale_from(x, second, code256, offset, mask, SCALES: tl.constexpr):
+def scale_from(x, second, code256, offset, mask, HOW: tl.constexpr):
     """The float32 scale of these terms. 0 outside of the mask."""
-    if SCALES == "nested":
+    if HOW.SCALES == "nested":
         # A fused multiply-add for the product alone, so that no compiler fuses it with the sum: bitsandbytes rounds twice.
         return tl.where(mask, tl.fma(x, second, 0.0) + tl.load(offset), 0.0)
-    elif SCALES == "e8m0":
-        return tl.where(mask, _e8m0(x), 0.0)
-    elif SCALES == "e4m3*global":  # code256 is the global scale
+    elif HOW.SCALES == "e8m0":
+        return tl.where(mask, e8m0(x), 0.0)
+    elif HOW.SCALES == "e4m3*global":  # code256 is the global scale
         return tl.where(mask, e4m3(x) * tl.load(code256), 0.0)
-    elif SCALES == "e4m3/global":
+    elif HOW.SCALES == "e4m3/global":
         return tl.where(mask, tl.math.div_rn(e4m3(x), tl.load(code256)), 0.0)
     else:
         return x
 
 
 @triton.jit
-def scale_of(x, code256, scales2, offset, at, mask, SCALES: tl.constexpr):
+def scale_of(x, code256, scales2, offset, at, mask, HOW: tl.constexpr):
     """The same of a stored scale, that of the group ``at``."""
-    x, second = scale_terms(x, code256, scales2, at, mask, SCALES)
-    return scale_from(x, second, code256, offset, mask, SCALES)
+    x, second = scale_terms(x, code256, scales2, at, mask, HOW)
+    return scale_from(x, second, code256, offset, mask, HOW)
 
 
 @triton.jit
-def group_scale(W, at, mask, SCALES: tl.constexpr):
+def group_scale(W, at, mask, HOW: tl.constexpr):
     """The float32 scale of each group: ``at`` is its number. 0 outside of the mask."""
-    return scale_of(tl.load(W.scales + at, mask=mask, other=0), W.code256, W.scales2, W.offset, at, mask, SCALES)
+    return scale_of(tl.load(W.scales + at, mask=mask, other=0), W.code256, W.scales2, W.offset, at, mask, HOW)
 
 
 @triton.jit
@@ -186,44 +173,45 @@ def pair_codes(codes, row, first_k, in_n, K, BLOCK_K: tl.constexpr, VECTOR: tl.c
     """The bytes of a tile whose rows are whole ones. VECTOR: how many a thread reads at once, at most."""
     j = first_k // 2 + tl.arange(0, BLOCK_K // 2)
     at = tl.max_contiguous(codes + row[:, None] * (K // 2) + j[None, :], (1, VECTOR))
-    return tl.load(at) if EVEN else tl.load(at, mask=in_n[:, None] & (j < K // 2)[None, :], other=0)
+    return tl.load(at) if EVEN else tl.load(at, mask=both(in_n, j < K // 2), other=0)
 
 
 @triton.jit
-def pair_groups(W, row, first_k, in_n, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+def pair_groups(W, row, first_k, in_n, HOW: tl.constexpr, BLOCK_K: tl.constexpr):
     """(BLOCK_N, groups of a tile): their numbers, and which there are."""
-    g = first_k // GROUP + tl.arange(0, BLOCK_K // GROUP if BLOCK_K > GROUP else 1)
-    return row[:, None] * W.groups + g[None, :], in_n[:, None] & (g < W.groups)[None, :]
+    g = first_k // HOW.GROUP + tl.arange(0, BLOCK_K // HOW.GROUP if BLOCK_K > HOW.GROUP else 1)
+    return row[:, None] * W.groups + g[None, :], both(in_n, g < W.groups)
 
 
 @triton.jit
 def pair_weights(x, scale, HOW: tl.constexpr):
     """Those of the even columns and those of the odd ones, of bytes (N, groups, bytes of one) and the scales of groups."""
-    low, high = nibbles(x, HOW.TABLE, HOW.PTX)
+    low, high = nibbles(x, HOW)
     return (high if HOW.HIGH_FIRST else low) * scale[:, :, None], (low if HOW.HIGH_FIRST else high) * scale[:, :, None]
 
 
 @triton.jit
 def single_weights(W, row, k, in_n, K, HOW: tl.constexpr):
     """W at a tile wherever its codes and groups lie: an address for each. For shapes that no model has."""
-    inside = in_n[:, None] & (k < K)[None, :]
+    inside = both(in_n, k < K)
     e = row[:, None] * K + k[None, :]
     x = tl.load(W.codes + (e >> 1), mask=inside, other=0).to(tl.int32)
     shift = (e & 1).to(tl.int32) * 4
     shift = 4 - shift if HOW.HIGH_FIRST else shift
     g = e // HOW.GROUP if HOW.FLAT else row[:, None] * W.groups + (k // HOW.GROUP)[None, :]
-    scale = group_scale(W, g, inside, HOW.SCALES)
-    return tl.where(inside, nibble((x >> shift) & 15, HOW.TABLE) * scale, 0.0)
+    scale = group_scale(W, g, inside, HOW)
+    CODE: tl.constexpr = HOW.CODE
+    return tl.where(inside, nibble((x >> shift) & 15, CODE) * scale, 0.0)
 
 
 @triton.jit
-def byte_weights(x, scale, CODE: tl.constexpr, BY_BITS: tl.constexpr):
+def byte_weights(x, scale, HOW: tl.constexpr):
     """e4m3 codes come as bytes: Triton has no float8 below sm_89 (BY_BITS)."""
-    if CODE == "int8":
+    if HOW.CODE == "int8":
         return x.to(tl.float32) * scale
-    elif CODE == "int8/127":
+    elif HOW.CODE == "int8/127":
         return x.to(tl.float32) * scale * UNIT
-    elif BY_BITS:
+    elif HOW.BY_BITS:
         return e4m3(x) * scale
     else:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
@@ -232,9 +220,9 @@ def byte_weights(x, scale, CODE: tl.constexpr, BY_BITS: tl.constexpr):
 @triton.jit
 def byte_scales(W, row, k, first_k, in_n, inside, HOW: tl.constexpr, BLOCK_K: tl.constexpr):
     """(BLOCK_N, 1), or one for each element where blocks are narrower than tiles."""
-    if HOW.MODE == "tensor":
+    if HOW.SCALES == "tensor":
         return tl.where(in_n, tl.load(W.scales), 0.0)[:, None]
-    elif HOW.MODE == "row":
+    elif HOW.SCALES == "row":
         return tl.load(W.scales + row, mask=in_n, other=0.0)[:, None]
     elif HOW.BK % BLOCK_K == 0:  # a tile lies in one column of blocks
         return tl.load(W.scales + (row // HOW.BN) * W.groups + first_k // HOW.BK, mask=in_n, other=0.0)[:, None]
@@ -265,7 +253,7 @@ def tile_words(W, n, in_n, first_k, K, HOW: tl.constexpr, T: tl.constexpr, VECTO
     else:
         k = first_k + tl.arange(0, T.K)
         in_k, at = k < K, tl.max_contiguous(words_at(W, n[:, None], k[None, :], HOW), (1, VECTOR))
-    return tl.load(at) if T.EVEN else tl.load(at, mask=in_n[:, None] & in_k[None, :], other=0)
+    return tl.load(at) if T.EVEN else tl.load(at, mask=both(in_n, in_k), other=0)
 
 
 @triton.jit
@@ -292,8 +280,8 @@ def tile_scales(W, n, in_n, first_k, K, HOW: tl.constexpr, T: tl.constexpr):
     """The scales and zeros of a tile, (N, 1) where it lies in one group."""
     k = first_k + tl.arange(0, T.K)
     n, in_n = n[:, None], in_n[:, None]
-    if W.index is not None:
-        g = tl.load(W.index + tl.minimum(k, K - 1)).to(tl.int32)
+    if W.scales2 is not None:
+        g = tl.load(W.scales2 + tl.minimum(k, K - 1)).to(tl.int32)
         first = tl.min(g, axis=0)
         if first == tl.max(g, axis=0):  # as where columns were not reordered
             scale, zero = int_scales(W, n, tl.zeros((1, 1), tl.int32) + first, in_n, HOW)
@@ -317,16 +305,16 @@ def int_scales(W, n, g, mask, HOW: tl.constexpr):
         g = g.to(tl.int64)
         rows = W.row * 8 if HOW.CODE == "awq" else W.row
         scale = tl.load(W.scales + g * rows + n, mask=there, other=0.0)
-        word = tl.load(W.zeros + g * W.col + n // PER, mask=there, other=0)
+        word = tl.load(W.code256 + g * W.col + n // PER, mask=there, other=0)
         if HOW.BY_BITS:
             word = word.to(tl.int64) + (0x11111111 if BITS == 4 else 0x01010101)
         i = (n % PER).to(tl.int32)
         zero = (word >> (of_eight(i) if HOW.CODE == "awq" else i) * BITS) & ((1 << BITS) - 1)
     else:
         at = n.to(tl.int64) * W.groups + g
-        scale, zero = tl.load(W.scales + at, mask=there, other=0.0), tl.load(W.zeros + at, mask=there, other=0.0)
+        scale, zero = tl.load(W.scales + at, mask=there, other=0.0), tl.load(W.code256 + at, mask=there, other=0.0)
     scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-    if W.index is not None:
+    if W.scales2 is not None:
         scale = tl.where(mask & (there == 0), float("nan"), scale)
     return scale, zero
 
@@ -336,9 +324,9 @@ def int_weights(W, x, scale, zero, HOW: tl.constexpr):
     """Of bytes. A code is the last bits of a float32 of 2^23: the conversion of integers takes four times as long."""
     v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - zero
     if HOW.CODE == "hqq torch.float16":
-        v = _rounded(_rounded(v, W.zeros, W.zeros, tl.float16) * scale, W.zeros, W.scales, tl.float16)
+        v = _rounded(_rounded(v, W.code256, W.code256, tl.float16) * scale, W.code256, W.scales, tl.float16)
     elif HOW.CODE == "hqq torch.bfloat16":
-        v = _rounded(_rounded(v, W.zeros, W.zeros, tl.bfloat16) * scale, W.zeros, W.scales, tl.bfloat16)
+        v = _rounded(_rounded(v, W.code256, W.code256, tl.bfloat16) * scale, W.code256, W.scales, tl.bfloat16)
     else:
         v *= scale
     return v
@@ -353,12 +341,12 @@ def _rounded(v, a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def beside(x, acc, PTX: tl.constexpr):
+def beside(x, acc, HOW: tl.constexpr):
     """x, which changes registers as bytes: into those that hold the same elements of acc.
 
     Left to itself Triton 3.9 decodes where the load put them, and moves float32 through shared memory. This move of four
     bytes, which names acc and does not read it, costs nothing: the assembler drops it.
     """
-    if PTX:
+    if HOW.PTX:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r,r", [x, acc], x.dtype, True, 4)
     return x

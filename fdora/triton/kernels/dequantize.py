@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import (
-    Codes4,
-    Codes8,
-    How4,
-    How8,
+    Codes,
     byte_scales,
     byte_weights,
     group_scale,
@@ -30,8 +27,8 @@ from fdora.triton.kernels.decode import (
 )
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
-from fdora.triton.kernels.tile import Matrix, addresses
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, both
+from fdora.triton.runtime.cost import decoded, kernel
 
 
 class Blocks(NamedTuple):
@@ -56,8 +53,8 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
         GROUPS: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
         PART: tl.constexpr = T.K // 2 // GROUPS
         x = pair_codes(W.codes, n, first_k, in_n, K, T.K, T.VECTOR, T.EVEN)
-        at, there = pair_groups(W, n, first_k, in_n, HOW.GROUP, T.K)
-        scale = group_scale(W, at, there, HOW.SCALES)
+        at, there = pair_groups(W, n, first_k, in_n, HOW, T.K)
+        scale = group_scale(W, at, there, HOW)
         even, odd = pair_weights(tl.reshape(x, (T.N, GROUPS, PART)), scale, HOW)
         return tl.reshape(tl.join(even, odd), (T.N, T.K))
     else:
@@ -67,91 +64,67 @@ def decode4(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def decode8(W, n, in_n, first_k, K, last, HOW: tl.constexpr, T: tl.constexpr):
     k = first_k + tl.arange(0, T.K)
-    inside = in_n[:, None] & (k < last)[None, :]
-    if HOW.MODE == "group":
+    inside = both(in_n, k < last)
+    if HOW.SCALES == "group":
         scale, zero = tile_scales(W, n, in_n, first_k, K, HOW, T)
         x = tile_bytes(W, tile_words(W, n, in_n, first_k, K, HOW, T, T.VECTOR), n, HOW, T)
         return int_weights(W, x, scale, zero, HOW)
     else:
         at = tl.max_contiguous(addresses(Matrix(W.codes, W.row, W.col), n, k), (1, T.VECTOR))
         x = tl.load(at) if T.EVEN else tl.load(at, mask=inside, other=0)
-        return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW.CODE, HOW.BY_BITS)
+        return byte_weights(x, byte_scales(W, n, k, first_k, in_n, inside, HOW, T.K), HOW)
 
 
-@triton.jit
-def _dequantize(
-    W, m, c, out, N, K, first, last, pitch, DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr, PAIRED: tl.constexpr
-):
-    """Columns from ``first`` to ``last``, a program for each tile, row by row."""
-    tiles = tl.cdiv(last - first, T.K)
-    i = tl.program_id(0) // tiles
-    if PAIRED:  # what shares bytes, one after the other: they come out of memory once
-        i = i // 2 + i % 2 * (N // 2 // T.N)
-    n, in_n = _rows(i, N, T.N)
-    first_k = first + (tl.program_id(0) % tiles) * T.K
-    w, k = DECODE(W, n, in_n, first_k, K, last, HOW, T), first_k + tl.arange(0, T.K)
-    if m is not None:
-        w *= g_tile(m, c, n, N)[:, None]
-    w, at = w.to(out.dtype.element_ty), out + n[:, None] * pitch + (k - first)[None, :]
-    if T.EVEN:
-        tl.store(at, w)
-    else:
-        tl.store(at, w, mask=in_n[:, None] & (k < last)[None, :])
-
-
-@triton.jit(launch_metadata=launched)
+@kernel("out", rest=decoded)
 def dequantize_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
+    codes, scales, code256, scales2, offset,  # see decode.py
     m, c,  # (N,), or None
     out,  # (N, last - first), in rows of ``pitch``
     N, K, groups, first, last, pitch, stride_cn, stride_ck,
-    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
+    """Columns from ``first`` to ``last``, a program for each tile, row by row."""
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
-    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
-    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    _dequantize(W, m, c, out, N, K, first, last, pitch, decode4 if BITS == 4 else decode8, HOW, T, PAIRED)
+    DECODE: tl.constexpr = decode4 if HOW.BITS == 4 else decode8
+    W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
+    tiles = tl.cdiv(last - first, BLOCK_K)
+    i = tl.program_id(0) // tiles
+    if PAIRED:  # what shares bytes, one after the other: they come out of memory once
+        i = i // 2 + i % 2 * (N // 2 // BLOCK_N)
+    n, in_n = _rows(i, N, BLOCK_N)
+    first_k = first + (tl.program_id(0) % tiles) * BLOCK_K
+    w, k = DECODE(W, n, in_n, first_k, K, last, HOW, T), first_k + tl.arange(0, BLOCK_K)
+    if m is not None:
+        w *= g_tile(m, c, n, N)[:, None]
+    w, at = w.to(out.dtype.element_ty), out + n[:, None] * pitch + (k - first)[None, :]
+    if EVEN:
+        tl.store(at, w)
+    else:
+        tl.store(at, w, mask=both(in_n, k < last))
 
 
-@triton.jit
-def _lost(
-    W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny,
-    DECODE: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr,
-):
-    """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
-    B_n (dy^T h)_n. A program for each T.N rows, which ends at once where there is no such row."""
-    n, in_n = _rows(tl.program_id(0), N, T.N)
-    g = g_tile(m, c, n, N)
-    lost = (tl.abs(g) < tiny) & in_n
-    if tl.max(lost.to(tl.int32), axis=0) > 0:
-        dg = dot_rows(dy, h, b, n, N, M, R)
-        for first_k in range(0, K, T.K):
-            w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, T.K)
-            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
-        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
-
-
-@triton.jit(launch_metadata=launched)
+@kernel("m c")
 def lost_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
+    codes, scales, code256, scales2, offset,  # see decode.py
     dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
     m, c, dm, dc,  # (N,)
     M, N, K, R, groups, tiny,
     stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
-    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
+    """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
+    B_n (dy^T h)_n. A program for each BLOCK_N rows, which ends at once where there is no such row."""
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
+    DECODE: tl.constexpr = decode4 if HOW.BITS == 4 else decode8
+    W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
     dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
-    h, b = Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br)
-    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
-    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    _lost(W, dy, x, h, b, m, c, dm, dc, M, N, K, R, tiny, decode4 if BITS == 4 else decode8, HOW, T)
+    n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
+    g = g_tile(m, c, n, N)
+    lost = (tl.abs(g) < tiny) & in_n
+    if tl.max(lost.to(tl.int32), axis=0) > 0:
+        dg = dot_rows(dy, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br), n, N, M, R)
+        for first_k in range(0, K, BLOCK_K):
+            w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, BLOCK_K)
+            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
+        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
-from fdora.triton.runtime.cost import ANY_LENGTH
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def keep_rows(bits, threshold, t, k):
     return _mix(row[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]).to(tl.int64) >= threshold
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("x out", **ANY_LENGTH)
 def drop_kernel(
     x, out, seed, threshold, scale, M, K, stride_xm, stride_xk,
     ACCUMULATE: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,

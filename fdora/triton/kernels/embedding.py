@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import floored, g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, put, store, vector, within, zeros
+from fdora.triton.runtime.cost import Cost, gathered, kernel, looked_up
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -15,14 +15,14 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 def rows_of(t, v, known, j, J):
     """Rows v of a Matrix of which so many are ``known``, at columns j of J."""
     at = t.p + v[:, None] * t.row + j[None, :].to(tl.int64) * t.col
-    return tl.load(at, mask=known[:, None] & (j < J)[None, :], other=0.0)
+    return tl.load(at, mask=both(known, j < J), other=0.0)
 
 
 @triton.jit
 def _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R: tl.constexpr, SINGLE: tl.constexpr, KEPT: tl.constexpr):
     """W + s A^T B^T at rows v and columns d, in float32. SINGLE: one slab of the rank is all of it; KEPT: a is that."""
     w = rows_of(W, v, known, d, D)
-    acc = tl.zeros((v.shape[0], d.shape[0]), tl.float32)
+    acc = zeros(v.shape[0], d.shape[0])
     for r0 in range(0, BLOCK_R if SINGLE else R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         b = s * loaded(B, r, d, R, D).to(tl.float32)
@@ -31,7 +31,7 @@ def _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R: tl.constexpr, SINGLE: tl.co
     return w.to(tl.float32) + acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ids B y", rest=lambda a: looked_up(a) + (looked_up(a) if a.OWN_NORM else Cost()))
 def embedding_kernel(
     ids,  # (T,)
     W, A, B,  # (V, D), (R, V), (D, R)
@@ -51,7 +51,7 @@ def embedding_kernel(
     g = tl.full((BLOCK_T, 1), 1.0, tl.float32)
     if PER_ROW:
         if OWN_NORM:
-            squares = tl.zeros((BLOCK_T,), tl.float32)
+            squares = zeros(BLOCK_T)
             for d0 in range(0, D, BLOCK_D):
                 d = d0 + tl.arange(0, BLOCK_D)
                 u = _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R, SINGLE, SINGLE and KEPT)
@@ -65,15 +65,15 @@ def embedding_kernel(
     for d0 in range(first, min(first + SPAN, D), BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         if not PER_ROW:  # asked for before the product, which waits
-            cd, md = tl.load(c + d, mask=d < D, other=1.0), tl.load(m + d, mask=d < D, other=0.0)
+            cd, md = vector(c, d, D, 1.0), vector(m, d, D)
         u = _tile(W, A, B, a, v, known, d, s, D, R, BLOCK_R, SINGLE, SINGLE and KEPT)
         out = g * u if PER_ROW else tl.div_rn(md.to(tl.float32), floored(cd))[None, :] * u
         out = tl.where(known[:, None], out, float("nan"))
         at = y + t[:, None].to(tl.int64) * D + d[None, :]
-        tl.store(at, out.to(y.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
+        tl.store(at, out.to(y.dtype.element_ty), mask=within(t, d, T, D))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ids B h b", rest=lambda a: gathered(a.A, a.T, a.R))
 def embedding_ready_kernel(
     ids,  # (T,)
     A, B,  # (R, V), (D, R)
@@ -89,7 +89,7 @@ def embedding_ready_kernel(
     if PDL:
         gdc_launch_dependents()
     at, r = block_on(0, BLOCK_T), block_on(1, BLOCK_R)
-    v = tl.load(ids + at, mask=at < T, other=0).to(tl.int64)
+    v = vector(ids, at, T).to(tl.int64)
     a = rows_of(Matrix(A, stride_av, stride_ar), v, (at < T) & (v >= 0) & (v < V), r, R)
     out = at[:, None].to(tl.int64) * R + r[None, :]
     tl.store(h + out, a.to(h.dtype.element_ty), mask=within(at, r, T, R))
@@ -97,10 +97,10 @@ def embedding_ready_kernel(
     part = s * loaded(Matrix(B, stride_bd, stride_br), at, r, D, R).to(tl.float32)
     part = part * gd[:, None] if WITH_G else part
     tl.store(b + out, part.to(b.dtype.element_ty), mask=within(at, r, D, R))
-    tl.store(g + at, gd, mask=at < D)  # every slab of the rank writes the same
+    put(gd, g, at, D)  # every slab of the rank writes the same
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ids h b y", "T D R W", lambda a: gathered(a.W, a.T, a.D))
 def embedding_tile_kernel(
     ids,  # (T,)
     W,  # (V, D)
@@ -117,11 +117,11 @@ def embedding_tile_kernel(
     v = tl.load(ids + t, mask=in_t, other=0).to(tl.int64)
     known = in_t & (v >= 0) & (v < V)
     at_w = addresses(Matrix(W, stride_wv, stride_wd), v, d)
-    w = tl.load(at_w, mask=known[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_first")
+    w = tl.load(at_w, mask=both(known, in_d), other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
     gd = tl.load(g + d, mask=in_d, other=0.0)
-    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    acc = zeros(BLOCK_T, BLOCK_D)
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         at_h = addresses(Matrix(h, R, None), t, r)
@@ -136,7 +136,7 @@ def embedding_tile_kernel(
 @triton.jit
 def _numbers(ids, i, T, BLOCK_T: tl.constexpr):
     t = i * BLOCK_T + tl.arange(0, BLOCK_T)
-    return t, tl.load(ids + t, mask=t < T, other=0).to(tl.int64)
+    return t, vector(ids, t, T).to(tl.int64)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _answered(w, a, bt, gd, y, s, t, d, T, D, EVEN: tl.constexpr):
     tl.store(addresses(Matrix(y, D, None), t, d), out.to(y.dtype.element_ty), mask=mask_y)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ids B y", rest=looked_up)
 def embedding_walk_kernel(
     ids,  # (T,)
     W, A, B,  # (V, D), (R, V), (D, R)
@@ -181,8 +181,8 @@ def embedding_walk_kernel(
     b = loaded(Matrix(B, stride_br, stride_bd), r, d, R, D, EVEN)
     if STAGES == 0:
         column = d[:, None]
-        cd = tl.load(c + column, mask=column < D, other=1.0).to(tl.float32)
-        md = tl.load(m + column, mask=column < D, other=0.0).to(tl.float32)
+        cd = vector(c, column, D, 1.0).to(tl.float32)
+        md = vector(m, column, D).to(tl.float32)
         w, a = _asked(W, A, t, v, d, r, T, V, D, R, EVEN)
         # a sum over one, which the compiler does not repeat in each thread that needs its columns: 16 divisions, not 2
         gd = tl.sum(tl.div_rn(md, floored(cd)), axis=1)

@@ -6,32 +6,19 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.act import share_of, slope_of
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, vector, within, zeros
+from fdora.triton.runtime.cost import kernel
 
 SHARPNESS, LIMIT = map(tl.constexpr, (1.702, 7.0))  # as fdora/eager/experts.py
 
 
-@triton.jit(launch_metadata=launched)
-def spread_kernel(
-    x, order, gates, out, M, N, k, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """out[i] = gates[order[i]] x[order[i] // k]."""
-    i, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    pair = tl.load(order + i, mask=i < M, other=0)
-    v = tl.load(addresses(Matrix(x, stride_x, None), pair // k, n), mask=within(i, n, M, N), other=0.0)
-    if gates is not None:
-        v = v.to(tl.float32) * tl.load(gates + pair, mask=i < M, other=0.0).to(tl.float32)[:, None]
-    store(v, Matrix(out, N, None), i, n, M, N)
-
-
-@triton.jit(launch_metadata=launched)
+@kernel("rows place gates out")
 def combine_kernel(
     rows, place, gates, out, T, N, k, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[t] = sum over j, in their order, of gates[t, j] rows[place[t, j]]."""
     t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for j in range(0, k):
         at = tl.load(place + t * k + j, mask=t < T, other=0)
         v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=within(t, n, T, N), other=0.0).to(tl.float32)
@@ -41,21 +28,21 @@ def combine_kernel(
     store(acc, Matrix(out, N, None), t, n, T, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dy rows place out")
 def gates_kernel(
     dy, rows, place, out, M, N, k, stride_dy, stride_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """out[t, j] = dy[t] . rows[place[t, j]]; M pairs (t, j)."""
     i = block_on(0, BLOCK_M)
-    at = tl.load(place + i, mask=i < M, other=0)
-    acc = tl.zeros((BLOCK_M,), tl.float32)
+    at = vector(place, i, M)
+    acc = zeros(BLOCK_M)
     for n0 in range(0, N, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         mask = within(i, n, M, N)
         d = tl.load(addresses(Matrix(dy, stride_dy, None), i // k, n), mask=mask, other=0.0).to(tl.float32)
         v = tl.load(addresses(Matrix(rows, stride_rows, None), at, n), mask=mask, other=0.0).to(tl.float32)
         acc += tl.sum(d * v, axis=1)
-    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < M)
+    put(acc, out, i, M)
 
 
 @triton.jit
@@ -78,7 +65,7 @@ def _limited(up):
     return tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("z a")
 def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     _, _, gate, up, _ = _pair(z, t, f, M, F, ACT)
@@ -90,7 +77,7 @@ def gated_fwd_kernel(z, a, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
     store(out, Matrix(a, F, None), t, f, M, F)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("da z dz")
 def gated_bwd_kernel(da, z, dz, M, F, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     t, f = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
     gate_at, up_at, gate, up, mask = _pair(z, t, f, M, F, ACT)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora._records import eps
+from fdora.triton.kernels.tile import vector
 
 EPS = tl.constexpr(eps())
 
@@ -20,13 +21,13 @@ def floored(c):
 @triton.jit
 def g_tile(m, c, n, N):
     """g of the columns n, in float32."""
-    return g_of(m, tl.load(c + n, mask=n < N, other=1.0), n, N)
+    return g_of(m, vector(c, n, N, 1.0), n, N)
 
 
 @triton.jit
 def g_of(m, cn, n, N):
     """The same, of the norms cn of these columns."""
-    return tl.div_rn(tl.load(m + n, mask=n < N, other=0.0).to(tl.float32), floored(cn))
+    return tl.div_rn(vector(m, n, N).to(tl.float32), floored(cn))
 
 
 @triton.jit

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, halves
-from fdora.triton.runtime.cost import ANY_LENGTH, launched
+from fdora.triton.kernels.tile import Matrix, halves, vector, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 
 LEAST = tl.constexpr(2.0**-80)  # sums of 2^32 in units of the largest scale are finite, and what is lost is below 2^-55
 
@@ -36,7 +36,7 @@ def sum_by_tma(
     TRANS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """x w + h b of one tile, in one loop."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for i in range(steps_k + steps_r):
         if i < steps_k:
             left, right, at = x, w, i * BLOCK_K
@@ -112,7 +112,7 @@ def _scale_of(by_t, by_n, t, mask):
     return tl.load(by_t + t, mask=mask, other=1.0) * tl.load(by_n)
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("x x_masked w h b out pre_scale residual", "M N K x, M N K x_masked, M N R h", **ANY_LENGTH)
 def gemm_tma_kernel(
     x, x_masked, w, x_scale, w_scale, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, p,
     M, N, K, R, groups, PROGRAMS,
@@ -129,7 +129,7 @@ def gemm_tma_kernel(
             # earlier, over rows of another
             row = tl.minimum(row, tl.maximum(M - BLOCK_M, 0))
         if x_scale is not None:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = zeros(BLOCK_M, BLOCK_N)
             if MASKED:
                 if ONE_SLAB:
                     acc = _slab(acc, h, b, row, col, 0, TRANS_R)
@@ -147,7 +147,7 @@ def gemm_tma_kernel(
             elif h is not None and not MASKED:
                 acc = slabs(acc, h, b, row, col, steps_r, TRANS_R, BLOCK_R)
         elif seed is not None:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = zeros(BLOCK_M, BLOCK_N)
             acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
             if x_masked is not None:
                 acc = slabs(acc, x_masked, w, row, col, steps_k, TRANS_B, BLOCK_K)
@@ -159,7 +159,7 @@ def gemm_tma_kernel(
         finish_tma(acc, ends, row, col, M, N, EPILOGUE, EPILOGUE_SUBTILE)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x x_masked w h b out pre_scale residual", "M N K x, M N K x_masked, M N R h")
 def gemm_pointer_kernel(
     x, x_masked, w, h, b, out, pre_scale, residual, m, c, bias, seed, threshold, keep_scale, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_hm, stride_hr, stride_br, stride_bn,
@@ -168,7 +168,7 @@ def gemm_pointer_kernel(
 ):
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     W = Matrix(w, stride_wk, stride_wn)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     if x_masked is not None:
         acc = products(acc, Matrix(x_masked, stride_xm, stride_xk), W, row, col, M, N, K, BLOCK_K)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents
 
 
@@ -31,7 +32,7 @@ def hashed_between(
     return tl.sum(acc, axis=0)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("A B out")
 def hash_kernel(
     A, B, out, s, count_a, count_b, cols_a, cols_b, stride_ar, stride_ak, stride_bn, stride_br,
     PACKED_A: tl.constexpr, PACKED_B: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
@@ -46,7 +47,7 @@ def hash_kernel(
     for i in range(1 + part, WORDS, parts):  # small factors have fewer programs than words
         tl.store(out + i, word.to(tl.int64, bitcast=True))
     if part == 0:
-        bits = (s + tl.zeros((1,), tl.float32)).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        bits = (s + zeros(1)).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         tl.store(out + tl.arange(0, 1), (tl.full((1,), KIND, tl.int64) << 32) | bits)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.tile import zeros
 from fdora.triton.kernels.tree import F_C, F_ITEMS, F_K, F_LEAF, F_N, F_PARTIAL, hashed_fields, squares_of_item, word_of
 from fdora.triton.runtime.private import gdc_wait
 
@@ -102,7 +103,7 @@ def kept_kernel(
                 tl.store(arrived_here, 0)
                 n = block * BLOCK_N + tl.arange(0, BLOCK_N)
                 at = partial + tl.load(t + F_PARTIAL * L) + n
-                acc = tl.zeros((BLOCK_N,), tl.float32)
+                acc = zeros(BLOCK_N)
                 for _ in range(0, chunks):
                     acc += tl.load(at, mask=n < N, other=0.0, cache_modifier=".cg")  # others wrote it
                     at += N

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fdora.triton.kernels.g import EPS, g_tile
 from fdora.triton.kernels.norm import walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, store, tile_of, unscaled
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, store, tile_of, unscaled, vector
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _merge_tile(i, W, low, m, c, out, s, N, K, HOW: tl.constexpr):
     acc = unscaled(acc, low, n, k, N, K)
     g = g_tile(m, c, n, N)[:, None]
     if UNDO:  # a row with c = 0 was -s B A itself
-        cn = tl.load(c + n, mask=n < N, other=1.0).to(tl.float32)
+        cn = vector(c, n, N, 1.0).to(tl.float32)
         w = tl.where((cn <= EPS)[:, None], 0.0, w / g)
     v = w - s * acc if UNDO else g * (w + s * acc)
     if T.TMA:
@@ -28,7 +28,7 @@ def _merge_tile(i, W, low, m, c, out, s, N, K, HOW: tl.constexpr):
         store(v, Matrix(out, K, None), n, k, N, K)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("W A B out", "N K R A")
 def merge_kernel(
     W, A, B,  # (N, K), (R, K), (N, R), or their descriptors
     scale_n, scale_k, m, c,  # (N,), (K,), (N,), (N,)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, column_at, row_at
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, both, column_at, put, row_at, vector, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents
 
 ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
@@ -22,7 +22,7 @@ ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of route
 def bounds_of(offsets, a, G, M):
     """First token of segment a and the one behind its last."""
     lo = tl.load(offsets + a - 1, mask=a > 0, other=0)
-    hi = tl.load(offsets + a, mask=a < G, other=M)
+    hi = vector(offsets, a, G, M)
     return tl.minimum(lo, M), tl.minimum(hi, M)
 
 
@@ -32,7 +32,7 @@ def segments_of(t, offsets, G, BLOCK_G: tl.constexpr):
     found = tl.zeros_like(t)
     for a0 in range(0, G, BLOCK_G):
         a = a0 + tl.arange(0, BLOCK_G)
-        end = tl.load(offsets + a, mask=a < G, other=0x7FFFFFFF)
+        end = vector(offsets, a, G, 0x7FFFFFFF)
         found += tl.sum((end[None, :] <= t[:, None]).to(tl.int32), axis=1)
     return found
 
@@ -52,7 +52,7 @@ def valid(ids, G):
 @triton.jit
 def adapters_of(t, ids, offsets, M, G, BLOCK_G: tl.constexpr):
     """The adapter of each token t, by ids or sorted by segments; G for none."""
-    return segments_of(t, offsets, G, BLOCK_G) if ids is None else valid(tl.load(ids + t, mask=t < M, other=-1), G)
+    return segments_of(t, offsets, G, BLOCK_G) if ids is None else valid(vector(ids, t, M, -1), G)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
     a = pair * 0
     for a0 in range(0, G, BLOCK_G):
         before = a0 + tl.arange(0, BLOCK_G)
-        end = tl.minimum(tl.load(offsets + before, mask=before < G, other=0), M)  # where the segment after it begins
+        end = tl.minimum(vector(offsets, before, G), M)  # where the segment after it begins
         a += tl.sum(((end // ROWS + before + 1 <= pair) & (before < G)).to(tl.int32), axis=0)
     lo, hi = bounds_of(offsets, a, G, M)
     tile = pair - a
@@ -77,7 +77,7 @@ def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
 @triton.jit
 def rank_of(ranks, a, G, R):
     """The true rank of adapter a, 0 where there is none."""
-    r = tl.load(ranks + a, mask=a < G, other=0) if ranks is not None else R
+    r = vector(ranks, a, G) if ranks is not None else R
     return tl.where(a < G, r, 0)
 
 
@@ -92,7 +92,7 @@ def g_of_adapter(m, c, a, n, G, N):
     return ga
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ranks")
 def multi_ranks_kernel(ranks, G, first, w0, w1, w2, w3, w4, w5, w6, w7):
     """32 ranks from 8 integers, four of 15 bits in each: numbers of the plan, as a table on the device."""
     i = tl.arange(0, 32)
@@ -119,7 +119,7 @@ def _route(
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
     mine = segments_of(t, offsets, G, BLOCK_G)
-    tl.store(ids + t, mine, mask=t < M)
+    put(mine, ids, t, M)
     first = tl.min(mine, axis=0)
     last = tl.max(tl.where(t < M, mine, 0), axis=0)
     base = (tile + first) * span
@@ -139,7 +139,7 @@ def _route(
             step = a * 32768 + i
             if TAILS:  # the highest bit of a slab: it lies apart
                 step += tl.where((i + 1) * BLOCK_R > r, 16384, 0)
-            tl.store(steps + at + i, step, mask=i < slabs)
+            put(step, steps + at, i, slabs)
         count += tl.sum(slabs, axis=0)
     tl.store(route + ROUTE * tile, first)
     tl.store(route + ROUTE * tile + 1, last)
@@ -155,7 +155,7 @@ def _route_experts(tile, offsets, route, M, G, slabs, tiles, BLOCK_M: tl.constex
     for a0 in range(0, G, BLOCK_G):
         a = a0 + tl.arange(0, BLOCK_G)
         lo = tl.minimum(tl.load(offsets + a - 1, mask=(a > 0) & (a < G), other=0), M)
-        hi = tl.minimum(tl.load(offsets + a, mask=a < G, other=0), M)
+        hi = tl.minimum(vector(offsets, a, G), M)
         own = tl.where((a < G) & (hi > lo), (hi - lo + BLOCK_M - 1) // BLOCK_M, 0)
         ends = total + tl.cumsum(own, axis=0)
         before = (ends <= tile) & (a < G)
@@ -182,10 +182,10 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
         for n0 in range(0, width, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             at, zeros = addresses(Matrix(out, width, None), t, n), tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
-            tl.store(at, zeros, mask=mine[:, None] & (n < width)[None, :])
+            tl.store(at, zeros, mask=both(mine, n < width))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("ids g")
 def multi_routes_kernel(
     offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
     FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -214,12 +214,12 @@ def multi_routes_kernel(
         ga = g_of_adapter(m, c, a, n, G, N)
         if FLAGS > 0:
             i = tl.arange(0, FLAGS)
-            bad = tl.load(flags + a * FLAGS + i, mask=i < tl.where(a < G, FLAGS, 0), other=0)
+            bad = vector(flags + a * FLAGS, i, tl.where(a < G, FLAGS, 0))
             ga = tl.where(tl.max(bad, axis=0) == 0, ga, float("nan"))
-        tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
+        put(ga, g + tl.cast(a, tl.int64) * N, n, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x f h pad", "M R K x")
 def multi_h_kernel(
     x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
@@ -247,17 +247,17 @@ def multi_h_kernel(
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.
         near = (r // 8 * 8 < rank) & (r < R)
-        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        acc = zeros(BLOCK_M, BLOCK_R)
         end = tl.where(some, K, 0)
         for k0 in range(0, end, BLOCK_K):
-            xt = tl.load(at_x, mask=mine[:, None] & (k < K - k0)[None, :], other=0.0)
-            ft = tl.load(at_f, mask=(k < K - k0)[:, None] & near[None, :], other=0.0)
+            xt = tl.load(at_x, mask=both(mine, k < K - k0), other=0.0)
+            ft = tl.load(at_f, mask=both(k < K - k0, near), other=0.0)
             acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
-        known = mine[:, None] & (r < rank)[None, :]
-        out = tl.where(known, acc * tl.load(s + a, mask=a < G, other=0.0), 0.0).to(h.dtype.element_ty)
-        mask = mine[:, None] & (r < R)[None, :]
+        known = both(mine, r < rank)
+        out = tl.where(known, acc * vector(s, a, G), 0.0).to(h.dtype.element_ty)
+        mask = both(mine, r < R)
         tl.store(addresses(Matrix(h, stride_hm, None), t, r), out, mask=mask)
         if pad is not None and EXPERTS:
             tl.store(addresses(Matrix(pad, stride_pm, None), t, r), out, mask=mask)

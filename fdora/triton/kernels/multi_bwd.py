@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, block_on, store, strip_at
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, block_on, put, store, strip_at, vector, zeros
+from fdora.triton.runtime.cost import kernel
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dy saved h g dz partial_m partial_bias partial_B", "M N R dy?BLOCK_R")
 def multi_scale_kernel(
     dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -24,7 +23,7 @@ def multi_scale_kernel(
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
     ga = None
     if g is not None:
-        ga = tl.load(g + tl.cast(a, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
+        ga = vector(g + tl.cast(a, tl.int64) * N, n, N)[None, :]
     sums = scaled(
         Matrix(dy, stride_dy, None), Matrix(None if partial_m is None else saved, stride_saved, None),
         Matrix(h, stride_hm, None), dz, None, ga, None, n, 0, lo, hi, hi, N, R,
@@ -33,7 +32,7 @@ def multi_scale_kernel(
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("partial_m")
 def multi_finish_kernel(
     dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
     stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
@@ -71,7 +70,7 @@ def multi_finish_kernel(
                 store_gradients(exact, g_few, c_few, dm, dc, here, mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("u v out", "M P Q u")
 def multi_grad_kernel(
     u, v, offsets, ranks, out, M, G, P, Q, R, stride_ut, stride_vt,
     RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
@@ -93,14 +92,14 @@ def multi_grad_kernel(
         store(acc, Matrix(out + place.to(tl.int64) * P * Q, Q, None), p, q, P, Q)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("partial out")
 def multi_sum_kernel(partial, offsets, out, M, G, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The pairs of each adapter, ``size`` numbers each, added in their order."""
     a = tl.program_id(1)
     lo, hi = bounds_of(offsets, a, G, M)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
+    acc = zeros(BLOCK)
     if lo < hi:
         for strip in range(lo // ROWS, (hi + ROWS - 1) // ROWS):
-            acc += tl.load(partial + (strip + a).to(tl.int64) * size + i, mask=i < size, other=0.0)
-    tl.store(out + tl.cast(a, tl.int64) * size + i, acc.to(out.dtype.element_ty), mask=i < size)
+            acc += vector(partial + (strip + a).to(tl.int64) * size, i, size)
+    put(acc, out + tl.cast(a, tl.int64) * size, i, size)

@@ -11,8 +11,8 @@ from fdora.triton.kernels.gemm import finish_tma, scaled_codes, slabs
 from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
 from fdora.triton.kernels.multi_rows import drop_by_segments
 from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, addresses, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, both, store, vector, within, zeros
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
     return total
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x w h b out pre_scale g", "M N K x, M N R x")
 def multi_gemm_tma_kernel(
     x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
     MOST, PROGRAMS, TRANS_B: tl.constexpr,
@@ -42,7 +42,7 @@ def multi_gemm_tma_kernel(
     total = _steps_of(route, tiles, rows, N, steps_k, PROGRAMS, BLOCK_M, BLOCK_N, GROUP_M)
     tile = tl.program_id(0) - PROGRAMS
     i, end, row, col, at_row, base, own = -1, 0, 0, 0, 0, 0, 0
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for _ in range(0, total):
         i = tl.where(i == end - 1, 0, i + 1)
         if i == 0:
@@ -83,10 +83,10 @@ def multi_gemm_tma_kernel(
             else:
                 ends = (out, pre_scale, None, g, (ids, first, last), bias)
                 finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = zeros(BLOCK_M, BLOCK_N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x x_scale w w_scale h b out pre_scale g", "M N K x, M N R h")
 def multi_codes_kernel(
     x, w, x_scale, w_scale, h, b, out, pre_scale, out_at, pre_scale_at, g, bias, route, M, N, K, R, groups,
     SPAN, W_SPAN, K_SPAN, BIAS_SPAN, MOST, BN: tl.constexpr, BK: tl.constexpr,
@@ -101,7 +101,7 @@ def multi_codes_kernel(
     record = route + ROUTE * (row // BLOCK_M)
     own, last, row = tl.load(record), tl.load(record + 1), tl.load(record + 3)
     acc = scaled_codes(
-        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK,
+        zeros(BLOCK_M, BLOCK_N), x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK,
         BLOCK_M, BLOCK_N, BLOCK_K, own * W_SPAN, own * K_SPAN,
     )
     acc = slabs(acc, h, b, row, own * SPAN + col, tl.cdiv(R, BLOCK_R), True, BLOCK_R)
@@ -122,18 +122,18 @@ def low_rank_terms(
 ):
     """h_a b_a in the rows of each adapter of the tile; what is not finite in one reaches no row of another."""
     b, stride_ba, stride_br, stride_bn = b
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     t, n, r = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     for a in range(first, tl.minimum(last + 1, G)):
         lo, hi = bounds_of(offsets, a, G, M)
         mine = (t >= lo) & (t < hi)
         rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)
-        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        part = zeros(BLOCK_M, BLOCK_N)
         at_h = addresses(h, t, r)
         at_b = addresses(Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_br, stride_bn), r, n)
         for r0 in range(0, rank, BLOCK_R):  # not products(): its mask of rows, one comparison, made float32 spill more
-            ht = tl.load(at_h, mask=mine[:, None] & (r < rank - r0)[None, :], other=0.0)
-            bt = tl.load(at_b, mask=(r < rank - r0)[:, None] & (n < N)[None, :], other=0.0)
+            ht = tl.load(at_h, mask=both(mine, r < rank - r0), other=0.0)
+            bt = tl.load(at_b, mask=within(r, n, rank - r0, N), other=0.0)
             part = tl.dot(ht, bt.to(ht.dtype), part, input_precision="ieee")
             at_h += BLOCK_R
             at_b += BLOCK_R * stride_br
@@ -141,7 +141,7 @@ def low_rank_terms(
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x w h b out pre_scale g", "M N K x, M N R x")
 def multi_gemm_pointer_kernel(
     x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
     stride_xm, stride_xk, stride_we, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
@@ -169,7 +169,7 @@ def multi_gemm_pointer_kernel(
     finish(acc, ends, row, col, stop, N, "segments")
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("v h b out pre_scale g", "M N R h")
 def multi_epilogue_kernel(
     v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
@@ -193,5 +193,5 @@ def multi_epilogue_kernel(
     if g is not None:
         acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
     if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += vector(bias, n, N).to(tl.float32)[None, :]
     tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=inside)

@@ -6,17 +6,16 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import rank_of
-from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, block_on, loaded, tile_at, tile_of, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, tile_at, vector, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("W A B partial", "N K R G A")
 def multi_norm_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
-    partial,  # (tiles along K, G, N)
+    partial,  # (G, tiles along K, N)
     N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -27,7 +26,7 @@ def multi_norm_kernel(
     n, k, r = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
     at_b, at_a = addresses(Matrix(B, stride_bn, stride_br), n, r), addresses(Matrix(A, stride_ar, stride_ak), r, k)
     w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc = zeros(BLOCK_N, BLOCK_K)
     for i in range(0, G * slabs):
         g, r0 = tl.cast(i // slabs, tl.int64), i % slabs * BLOCK_R
         here_b, here_a = at_b + (g * stride_ba + r0 * stride_br), at_a + (g * stride_aa + r0 * stride_ar)
@@ -40,22 +39,22 @@ def multi_norm_kernel(
         acc = tl.dot(b, a, acc, input_precision=PRECISION)
         if i % slabs == slabs - 1:
             v = w.to(tl.float32) + tl.load(s + g) * acc
-            at = partial + (tile_k.to(tl.int64) * G + g) * N + n
+            at = partial + (g * tl.cdiv(K, BLOCK_K) + tile_k) * N + n
             tl.store(at, tl.sum(v * v, axis=1), mask=n < N)
-            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            acc = zeros(BLOCK_N, BLOCK_K)
 
 
 @triton.jit
 def _factors(at_a, in_r, k, K, stride_ak, EVEN: tl.constexpr):
     at = at_a + k[None, :].to(tl.int64) * stride_ak
-    return tl.load(at) if EVEN else tl.load(at, mask=in_r[:, None] & (k < K)[None, :], other=0.0)
+    return tl.load(at) if EVEN else tl.load(at, mask=both(in_r, k < K), other=0.0)
 
 
 @triton.jit
 def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
           STAGES: tl.constexpr, EVEN: tl.constexpr):
     """s^2 A A^T of each adapter over a span of columns, out of the product of all."""
-    gram = tl.zeros((a.shape[0], a.shape[0]), tl.float32)
+    gram = zeros(a.shape[0], a.shape[0])
     for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
         f = _factors(at_a, in_r, k0 + tl.arange(0, BLOCK_K), K, stride_ak, EVEN)
         gram += (by * by)[:, None] * tl.dot(f, tl.trans(f))
@@ -63,7 +62,7 @@ def _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K: tl.
     tl.store(grams + at, gram, mask=(a[:, None] == a[None, :]) & (a < G)[:, None])
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("W A B partial grams", "N K R G A, R K R G A")
 def strip_norm_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
@@ -81,15 +80,15 @@ def strip_norm_kernel(
     j = tl.arange(0, ADAPTERS * BLOCK_R)
     a, r = (first + j // BLOCK_R).to(tl.int64), j % BLOCK_R
     in_r = r < rank_of(ranks, a, G, R)
-    by = tl.load(s + a, mask=a < G, other=0.0)
+    by = vector(s, a, G)
     at_a = A + (a * stride_aa + r.to(tl.int64) * stride_ar)[:, None]
     if tl.program_id(1) == 0:  # the first to begin: it waits for each of its loads
         _gram(at_a, in_r, by, a, r, part, grams, K, G, span, stride_ak, BLOCK_K, BLOCK_R, STAGES, EVEN and ranks is None)
         return
     n = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at_b = B + n[:, None].to(tl.int64) * stride_bn + (a * stride_ba + r.to(tl.int64) * stride_br)[None, :]
-    b = tl.load(at_b, mask=(n < N)[:, None] & in_r[None, :], other=0.0)
-    cross, squares = tl.zeros((BLOCK_N, ADAPTERS * BLOCK_R), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    b = tl.load(at_b, mask=both(n < N, in_r), other=0.0)
+    cross, squares = zeros(BLOCK_N, ADAPTERS * BLOCK_R), zeros(BLOCK_N, BLOCK_K)
     for k0 in tl.range(part * span, tl.minimum(part * span + span, K), BLOCK_K, num_stages=STAGES):
         k = k0 + tl.arange(0, BLOCK_K)
         w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
@@ -109,7 +108,7 @@ def strip_norm_kernel(
 @triton.jit
 def _direct(W, A, b, by, n, rank, N, K, BLOCK_K: tl.constexpr):
     """The sums of squares of rows n of W + s b A."""
-    r, squares = tl.arange(0, b.shape[1]), tl.zeros((n.shape[0],), tl.float32)
+    r, squares = tl.arange(0, b.shape[1]), zeros(n.shape[0])
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         w = loaded(W, n, k, N, K).to(tl.float32)
@@ -118,7 +117,7 @@ def _direct(W, A, b, by, n, rank, N, K, BLOCK_K: tl.constexpr):
     return squares
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("B partial grams c", "N R R G c")
 def strip_root_kernel(
     W, A, B,  # (N, K), (G, R, K), (G, N, R)
     s, ranks,  # (G,)
@@ -134,8 +133,8 @@ def strip_root_kernel(
     r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_R)
     rank = rank_of(ranks, g, G, R)
     b = loaded(Matrix(B + g * stride_ba, stride_bn, stride_br), n, r, N, rank)
-    cross, size = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
-    gram = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
+    cross, size = zeros(BLOCK_N), zeros(BLOCK_N)
+    gram = zeros(BLOCK_R, BLOCK_R)
     if PDL:
         gdc_wait()
     for p in range(0, spans):
@@ -152,35 +151,3 @@ def strip_root_kernel(
         again = _direct(Matrix(W, stride_wn, stride_wk), own, b, tl.load(s + g), n, rank, N, K, BLOCK_K)
         sq = tl.where(lost, again, sq)
     tl.store(c + g * width + first + n, tl.sqrt_rn(sq), mask=n < N)
-
-
-@triton.jit(launch_metadata=launched)
-def experts_norm_kernel(
-    W, A, B,  # (G, N, K), (G, R, K), (G, N, R)
-    s,  # (G,)
-    partial,  # (tiles along K, G, N)
-    N, K, R, G, stride_we, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The same where each adapter has a W of its own, and a tile one product."""
-    g = tl.program_id(1).to(tl.int64)
-    W, A, B = W + g * stride_we, A + g * stride_aa, B + g * stride_ba
-    low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, None, None)
-    T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN, PRECISION, False)
-    _, first_k, n, _, w, acc = tile_of(tl.program_id(0), Matrix(W, stride_wn, stride_wk), low, N, K, T)
-    v = w + tl.load(s + g) * acc
-    tl.store(partial + ((first_k // BLOCK_K).to(tl.int64) * G + g) * N + n, tl.sum(v * v, axis=1), mask=n < N)
-
-
-@triton.jit(launch_metadata=launched)
-def multi_root_kernel(
-    partial,  # (strips, G, N)
-    c,  # (G, width)
-    N, G, strips, first, width,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):
-    """The roots of the sums of an adapter's partials, into N columns of c from ``first`` on."""
-    n, a = block_on(0, BLOCK_N), tl.program_id(1).to(tl.int64)
-    acc = column_sums(partial + a * N, n, N, tl.cast(G, tl.int64) * N, strips, BLOCK_T)
-    tl.store(c + a * width + first + n, tl.sqrt_rn(acc), mask=n < N)

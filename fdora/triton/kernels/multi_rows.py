@@ -7,19 +7,23 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.multi import bounds_of, place_of
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, store, vector, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
 
 
-@triton.jit(launch_metadata=launched)
-def rows_kernel(x, order, out, M, N, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out[t] = x[order[t]]; SCATTER: out[order[t]] = x[t]."""
+@kernel("gates out out")
+def rows_kernel(
+    x, order, gates, out, M, N, k, stride_x, SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out[t] = gates[order[t]] x[order[t] // k]; SCATTER: out[order[t]] = x[t]."""
     t, n = block_on(0, BLOCK_M), block_on(1, BLOCK_N)
-    mask, there = within(t, n, M, N), tl.load(order + t, mask=t < M, other=0)
-    of_x, of_out = (t, there) if SCATTER else (there, t)
+    mask, there = within(t, n, M, N), vector(order, t, M)
+    of_x, of_out = (t, there) if SCATTER else (there // k, t)
     v = tl.load(addresses(Matrix(x, stride_x, None), of_x, n), mask=mask)
-    tl.store(addresses(Matrix(out, N, None), of_out, n), v, mask=mask)
+    if gates is not None:
+        v = v.to(tl.float32) * tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)[:, None]
+    tl.store(addresses(Matrix(out, N, None), of_out, n), v.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -33,7 +37,7 @@ def _seen_finite(h, offsets, a, G, M, R, rank, stride_hm, BLOCK_H: tl.constexpr)
     return tl.max((v - v != 0).to(tl.int32), axis=0) == 0
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x out")
 def bank_kernel(
     x, ranks, out, flags, h, offsets, P, Q, height, pitch, M, G, R, stride_xa, stride_xp, stride_xq, stride_hm,
     dtype: tl.constexpr, COPY: tl.constexpr, APART: tl.constexpr, BY_ROW: tl.constexpr,
@@ -60,7 +64,7 @@ def bank_kernel(
     # 0 times what is not finite is NaN, and stays one in the sum of what a thread has loaded at once: few instructions
     # for each. As a test, and the maximum of a row in every tile, they were 16, which took longer than the loads.
     EIGHT: tl.constexpr = 8 if BLOCK_Q > 8 else BLOCK_Q
-    nans = tl.zeros((BLOCK_P, BLOCK_Q // EIGHT), tl.float32)
+    nans = zeros(BLOCK_P, BLOCK_Q // EIGHT)
     columns = tl.cdiv(across, BLOCK_Q)
     begin, end = chunk, tl.cdiv(written, BLOCK_P) * columns
     if h is not None:  # noqa: SIM102  it must not be looked at
@@ -74,20 +78,20 @@ def bank_kernel(
         at = addresses(Matrix(x + tl.cast(a, tl.int64) * stride_xa, stride_xp, stride_xq), p, q)
         # By eights: a rank that is only known here would make loads and stores as narrow as one number.
         near = q // 8 * 8 < across
-        t = tl.load(at, mask=(p < read)[:, None] & (near & (q < Q))[None, :], other=0.0)
+        t = tl.load(at, mask=both(p < read, near & (q < Q)), other=0.0)
         t = tl.where((q < wide)[None, :], t, 0.0).to(dtype)
         nans += tl.sum(tl.reshape(t.to(tl.float32) * 0.0, (BLOCK_P, BLOCK_Q // EIGHT, EIGHT)), axis=2)
         if COPY:
             at = out + (tl.cast(a, tl.int64) * height + p[:, None]) * pitch + q[None, :]
-            tl.store(at, t, mask=(p < written)[:, None] & (near & (q < pitch))[None, :])
+            tl.store(at, t, mask=both(p < written, near & (q < pitch)))
         if APART:
             if BY_ROW:
                 if (i // columns + 1) * BLOCK_P > whole:
                     at = out + (tl.cast(a, tl.int64) * STEP + p[:, None] - whole) * pitch + q[None, :]
-                    tl.store(at, t, mask=((p >= whole) & (p < behind))[:, None] & (near & (q < pitch))[None, :])
+                    tl.store(at, t, mask=both((p >= whole) & (p < behind), near & (q < pitch)))
             elif (i % columns + 1) * BLOCK_Q > whole:
                 at = out + (tl.cast(a, tl.int64) * P + p[:, None]) * STEP + (q - whole)[None, :]
-                tl.store(at, t, mask=(p < P)[:, None] & (near & (q // 8 * 8 >= whole))[None, :])
+                tl.store(at, t, mask=both(p < P, near & (q // 8 * 8 >= whole)))
     bad = tl.max(tl.max((nans != 0).to(tl.int32), axis=1), axis=0)
     tl.store(flags + a * CHUNKS + chunk, bad)
     if PDL:
@@ -98,17 +102,17 @@ def bank_kernel(
 def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART: tl.constexpr):
     """v, zero where the elements (t, k) are dropped and scaled elsewhere: a token counts from the start of its segment, under
     the seed of its adapter. APART: behind all seeds are the ratios, float64."""
-    a = tl.load(ids + t, mask=t < M, other=0)
+    a = vector(ids, t, M)
     lo, _ = bounds_of(offsets, a, G, M)
     if APART:
-        p = tl.load((seed + G).to(tl.pointer_type(tl.float64)) + a, mask=a < G, other=0.0)
+        p = vector((seed + G).to(tl.pointer_type(tl.float64)), a, G)
         threshold = (p * 4294967296.0).to(tl.int64)[:, None]
         scale = (1.0 / (1.0 - p)).to(tl.float32)[:, None]
-    keep = keep_rows(tl.load(seed + a, mask=a < G, other=0), threshold, t - lo, k)
+    keep = keep_rows(vector(seed, a, G), threshold, t - lo, k)
     return tl.where(keep, v * scale, 0.0)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x out")
 def multi_drop_kernel(
     x, out, seed, offsets, order, ids, threshold, scale, M, G, K, stride_xm, stride_xk,
     APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,

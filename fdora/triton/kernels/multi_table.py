@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import adapters_of, g_of_adapter, rank_of
-from fdora.triton.kernels.tile import Matrix, addresses
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, both, put, vector, within
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _rows(
     in_t = t < M
     a = adapters_of(t, ids, offsets, M, G, BLOCK_G)
     tl.store(owner + t, a, mask=in_t)
-    sa, rank = tl.load(s + a, mask=a < G, other=0.0)[:, None], rank_of(ranks, a, G, R)[:, None]
+    sa, rank = vector(s, a, G)[:, None], rank_of(ranks, a, G, R)[:, None]
     at = wide + t[:, None].to(tl.int64) * (G * R)
     q = tl.arange(0, BLOCK_Q)[None, :]
     r, own = q % R, in_t[:, None] & (q // R == tl.minimum(a, G - 1)[:, None])  # of none: zeros in the columns of the last
@@ -38,17 +38,17 @@ def _columns(
     if a < G:
         r = tl.arange(0, BLOCK_R)
         rank = rank_of(ranks, a, G, R)
-        near = (n < N)[:, None] & ((r // 8 * 8 < rank) & (r < R))[None, :]  # by eights: loads as wide as they can be
+        near = both(n < N, (r // 8 * 8 < rank) & (r < R))  # by eights: loads as wide as they can be
         bt = tl.load(addresses(Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_bn, stride_br), n, r), mask=near, other=0.0)
         bt = tl.where((r < rank)[None, :], bt, 0.0).to(clean.dtype.element_ty)
         bad = bt.to(tl.float32) * 0.0 != 0
         at = addresses(Matrix(clean, stride_clean, None), n, a * R + r)
-        tl.store(at, tl.where(bad, 0.0, bt), mask=(n < N)[:, None] & (r < R)[None, :])
+        tl.store(at, tl.where(bad, 0.0, bt), mask=within(n, r, N, R))
         ga = tl.where(tl.max(bad.to(tl.int32), axis=1) > 0, float("nan"), ga)
-    tl.store(g + tl.cast(a, tl.int64) * N + n, ga, mask=n < N)
+    put(ga, g + tl.cast(a, tl.int64) * N, n, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("wide b h masked owner clean g")
 def multi_table_kernel(
     wide, s, ids, offsets, ranks, b, m, c, h, masked, owner, clean, g, M, N, G, R, tiles,
     stride_ba, stride_bn, stride_br, stride_masked, stride_clean,

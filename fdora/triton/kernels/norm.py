@@ -19,14 +19,18 @@ from fdora.triton.kernels.tile import (
     Matrix,
     addresses,
     block_on,
+    both,
     halves,
     loaded,
     low_rank,
     low_rank_tma,
+    put,
     tile_at,
     unscaled,
+    vector,
+    zeros,
 )
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel, norms
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -117,7 +121,7 @@ def squares_of_run(
         w = READ(W, None, rows, k0, k0, K, HOW, T)
         squares = TILE(W, w, low, b, s, to, rows, k0, N, K, HOW, T)
     else:
-        squares = tl.zeros((T.N,), tl.float32)
+        squares = zeros(T.N)
         begin = run * (span // RUN.UNIT)
         end = begin + span // RUN.UNIT
         if RUN.CUT:
@@ -143,7 +147,7 @@ def read_dense(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
     else:
         k = first_k + tl.arange(0, T.K)
         at = addresses(W, rows.of_W, k)
-        w = tl.load(at) if T.EVEN else tl.load(at, mask=rows.inside[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=both(rows.inside, k < K), other=0.0)
     return w
 
 
@@ -169,19 +173,24 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
     return squares
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("W A B partial", rest=norms)
 def norm_kernel(
-    W, A, B,  # (N, K), (R, K), (N, R), or their descriptors
+    W, A, B,  # (N, K), (R, K), (N, R), or their descriptors; or those of experts
     scale_n, scale_k,  # (N,), (K,)
-    partial,  # (tiles or strips along K, N)
+    partial,  # (tiles or strips along K, N), or as many of these
     old_hash, new_hash,  # (WORDS,)
     s, N, K, R, span,  # columns of a strip, or None: single tiles
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
+    next_w, next_a, next_b,  # from one expert to the next, each with its s; None: there is one
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):
     SINGLE: tl.constexpr = span is None
     columns = BLOCK_K if SINGLE else span
+    if next_w is not None:
+        e = tl.program_id(1).to(tl.int64)
+        W, A, B, s = W + e * next_w, A + e * next_a, B + e * next_b, tl.load(s + e)
+        partial += e * tl.cdiv(K, columns) * N
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP if SINGLE else 0, EVEN, PRECISION, TMA)
     of = (Matrix(W, stride_wn, stride_wk), low, s, Sums(partial, None, None), 0, N, K, columns)
@@ -190,7 +199,7 @@ def norm_kernel(
     walk(squares_of_run, of, HOW, count, old_hash, new_hash, WORDS, TMA, PDL)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("partial c out")
 def choose_kernel(
     partial,  # (strips, N)
     c,  # (N,): the norm of before
@@ -205,8 +214,8 @@ def choose_kernel(
     same = unchanged(old_hash, new_hash, WORDS)
     n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, 0 if same else strips, BLOCK_T)
-    before = tl.load(c + n, mask=n < N, other=0.0)
+    before = vector(c, n, N)
     after = tl.where(same, before, tl.sqrt_rn(acc))
-    tl.store(out + n, after, mask=n < N)
+    put(after, out, n, N)
     if KEEP:
-        tl.store(c + n, after, mask=n < N)
+        put(after, c, n, N)

@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma, sum_by_tma
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, vector, within, zeros
+from fdora.triton.runtime.cost import kernel, moved, product
 
 
 @triton.jit
 def slopes(dc, c, n, N):
     """dc / c of rows n; a row with c = 0 has no direction."""
-    cn = tl.load(c + n, mask=n < N, other=0.0)
-    d = tl.load(dc + n, mask=n < N, other=0.0)
+    cn = vector(c, n, N)
+    d = vector(dc, n, N)
     return tl.where(cn > 0, tl.div_rn(d, tl.where(cn > 0, cn, 1.0)), 0.0)
 
 
@@ -28,7 +28,7 @@ def stored_onto(total, onto, out, i, j, P, Q):
     tl.store(out.p + at, total.to(out.p.dtype.element_ty), mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("B out")
 def norm_terms_kernel(
     dc, c,  # (N,)
     B,  # (N, R)
@@ -51,7 +51,7 @@ def norm_terms_kernel(
         tl.store(at + R, (v - first.to(tl.float32)).to(out.dtype.element_ty), mask=within(n, r, N, R))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("B?dz dz out")
 def norm_tokens_kernel(
     dc, c,  # (N,)
     B,  # (N, R)
@@ -63,7 +63,7 @@ def norm_tokens_kernel(
     n, r = block_on(0, BLOCK_N), block_on(1, BLOCK_R)
     q = s * slopes(dc, c, n, N)
     if out is not None:
-        tl.store(out + n, q, mask=n < N)  # every slab of the rank writes the same
+        put(q, out, n, N)  # every slab of the rank writes the same
     if dz is not None:
         b = loaded(Matrix(B, stride_bn, stride_br), n, r, N, R)
         at = dz + r[None, :].to(tl.int64) * stride_dz + n[:, None]
@@ -79,7 +79,7 @@ def _gram_part(left, right, out, part, parts, length, R, BLOCK: tl.constexpr, BL
     i, j = row * BLOCK + tl.arange(0, BLOCK), col * BLOCK + tl.arange(0, BLOCK)
     span = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
     end = min(part * span + span, length)
-    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    acc = zeros(BLOCK, BLOCK)
     begin = part * span
     if row < col:
         begin = end
@@ -94,7 +94,7 @@ def _gram_part(left, right, out, part, parts, length, R, BLOCK: tl.constexpr, BL
         tl.store(out + j[None, :] * R + i[:, None], acc, mask=mask)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dz A?parts_B B?parts_A parts_A parts_B", "R R N A?parts_A, R R K A?parts_B")
 def norm_grams_kernel(
     dz, A, B,  # (R, N), (R, K), (N, R)
     parts_A, parts_B,  # (PARTS, R, R)
@@ -115,13 +115,13 @@ def norm_grams_kernel(
 @triton.jit
 def _parts_added(parts, out, s, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     at = block_on(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = zeros(BLOCK)
     for p in tl.static_range(PARTS):
-        total += tl.load(parts + tl.cast(p, tl.int64) * size + at, mask=at < size, other=0.0)
-    tl.store(out + at, (s * total).to(out.dtype.element_ty), mask=at < size)
+        total += vector(parts + tl.cast(p, tl.int64) * size, at, size)
+    put(s * total, out, at, size)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("parts_A parts_B gram_A gram_B")
 def norm_grams_add_kernel(
     parts_A, parts_B,  # (PARTS, size)
     gram_A, gram_B,  # (size,)
@@ -135,7 +135,7 @@ def norm_grams_add_kernel(
         _parts_added(parts_B, gram_B, s, size, PARTS, BLOCK)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("dz w_left w_left gram_A a onto_A dA B gram_B onto_B dB", "R K N a, R K R a, N R K a, N R R a")
 def norm_products_kernel(
     dz, w_right, gram_A, a_right, onto_A, dA,  # descriptors of (R, N), (N, K), (R, R), (R, K), (R, K), (R, K)
     w_left, a, B, gram_B, onto_B, dB,  # descriptors of (N, K), (R, K), (N, R), (R, R), (N, R), (N, R)
@@ -165,7 +165,7 @@ def _finished(
 ):
     """onto + scale by_row (parts + scale G F) of P x Q at rows i and columns j: G (P, R) float32 by rows, F (R, Q). A second
     term of the parts lies ``term`` further."""
-    acc = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    acc = zeros(i.shape[0], j.shape[0])
     for r0 in range(0, R, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         f = loaded(F, r, j, R, Q)
@@ -176,7 +176,7 @@ def _finished(
     stored_onto(scale * by_row * total, onto, out, i, j, P, Q)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("parts G onto out", rest=lambda a: product(a.R, a.K if a.OF_A else a.N, a.R, a.A) + moved(a.A if a.OF_A else a.B))
 def norm_bwd_finish_kernel(
     parts, G,  # (TERMS R, K) or (N, TERMS R), and (R, R)
     A, B,  # (R, K), (N, R)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.norm_bwd import slopes, stored_onto
-from fdora.triton.kernels.tile import Matrix, block_on, loaded, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, block_on, loaded, within, zeros
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _gram(
 ):
     """(q F)^T F or F^T F of rows ``begin`` to ``end`` of F (N, R): one of the (parts, R, R)."""
     r, i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
+    acc = zeros(BLOCK_R, BLOCK_R)
     for n0 in tl.range(begin, end, BLOCK_N):
         n = n0 + i
         f = loaded(F, n, r, end, R)
@@ -41,7 +41,7 @@ def _of_W(
     strips, r = tl.cdiv(P, BLOCK_P), tl.arange(0, BLOCK_R)
     part = p // strips
     i = p % strips * BLOCK_P + tl.arange(0, BLOCK_P)
-    acc = tl.zeros((BLOCK_P, BLOCK_R), tl.float32)
+    acc = zeros(BLOCK_P, BLOCK_R)
     for j0 in tl.range(part * span, min(part * span + span, Q), BLOCK_Q):
         j = j0 + tl.arange(0, BLOCK_Q)
         if COLUMNS:
@@ -57,7 +57,7 @@ def _of_W(
     tl.store(parts + at, acc, mask=within(i, r, P, R))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("W A B parts_A parts_B gram_A gram_B", "N K R W?parts_A, N K R W?parts_B, R R N A?parts_A, R R K A?parts_B")
 def norm_pass_kernel(
     dc, c,  # (N,)
     W, A, B,  # (N, K), (R, K), (N, R)
@@ -96,12 +96,12 @@ def _added(
 ):
     """onto + s by_row (sum of parts + s G F) at rows i and columns j, all of (R, Q): parts in their order."""
     r = tl.arange(0, BLOCK_R)
-    g = tl.zeros((i.shape[0], BLOCK_R), tl.float32)
+    g = zeros(i.shape[0], BLOCK_R)
     for p in range(0, GRAMS):
         at_g = gram + (p * R + i)[:, None] * R + r[None, :]
         g += tl.load(at_g, mask=within(i, r, R, R), other=0.0)
     f = loaded(F, r, j, R, Q)
-    total = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    total = zeros(i.shape[0], j.shape[0])
     for p in range(0, PARTS):
         at = parts + (p * R + i)[:, None].to(tl.int64) * Q + j[None, :]
         total += tl.load(at, mask=within(i, j, R, Q), other=0.0)
@@ -109,7 +109,7 @@ def _added(
     stored_onto(s * by_row * total, onto, out, i, j, R, Q)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("parts_A parts_B gram_A gram_B A B onto_A onto_B dA dB", "R K R A?parts_A, R N R A?parts_B")
 def norm_add_kernel(
     parts_A, parts_B, gram_A, gram_B,  # (parts, R, K), (parts, R, N), (GRAMS, R, R) twice
     A, B,  # (R, K), (N, R)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.g import g_of, g_tile
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
-from fdora.triton.runtime.cost import ANY_LENGTH, launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, vector, within, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 from fdora.triton.runtime.private import INTERPRETED
 
 LOAD = tl.constexpr("ld.global.f32 $0, [$1];")
@@ -47,7 +47,7 @@ def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.
 @triton.jit
 def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None):
     """u^T v at the columns p of u and q of v, over tokens from ``begin`` to ``end``; u (M, P), v (M, Q)."""
-    acc = tl.zeros((p.shape[0], q.shape[0]), tl.float32)
+    acc = zeros(p.shape[0], q.shape[0])
     for t0 in range(begin, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         ut, vt = loaded(u, t, p, end, P), loaded(v, t, q, end, Q)
@@ -58,7 +58,7 @@ def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: 
 @triton.jit
 def _g_of_rows(g, ids, t, n, M, N, STORE: tl.constexpr):
     """(G, N) g of the adapter of each row t."""
-    a = tl.load(ids + t, mask=t < M, other=0).to(tl.int64)
+    a = vector(ids, t, M).to(tl.int64)
     at = g + a[:, None] * N + tl.minimum(n, N - 1)[None, :]
     if PTX and STORE != "pointer":  # a load would want the product in a layout of its own, by shared memory that is full
         found = tl.inline_asm_elementwise(LOAD, "=f,l", [at.to(tl.int64)], tl.float32, True, 1)
@@ -72,7 +72,7 @@ def by_segments(acc, g, segments, t, n, M, N, STORE: tl.constexpr = POINTER):
     """(G, N) g of each row's segment. ``segments`` = (ids of the rows, first and last of the tile)."""
     ids, first, last = segments
     if ids is None or first == last:
-        acc = acc * tl.load(g + tl.cast(first, tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
+        acc = acc * vector(g + tl.cast(first, tl.int64) * N, n, N)[None, :]
     else:
         acc = acc * _g_of_rows(g, ids, t, n, M, N, STORE)
     return acc
@@ -129,11 +129,11 @@ def finish(
         elif EPILOGUE == "table":
             acc = acc * _g_of_rows(m, c, t, n, M, N, STORE)
         elif EPILOGUE == "rows":
-            acc = acc * tl.load(m + t, mask=t < M, other=0.0)[:, None]
+            acc = acc * vector(m, t, M)[:, None]
         else:
             if EPILOGUE == "normed":
                 norm = tl.sqrt_rn(c[1])
-                tl.store(c[0] + n, norm, mask=n < N)
+                put(norm, c[0], n, N)
                 g = g_of(m, norm, n, N)
             else:
                 g = g_tile(m, c, n, N)
@@ -142,13 +142,13 @@ def finish(
             else:
                 acc = acc * tl.expand_dims(g, ACROSS)
     if bias is not None:
-        acc += tl.expand_dims(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), ACROSS)
+        acc += tl.expand_dims(vector(bias, n, N).to(tl.float32), ACROSS)
     if residual is not None and EPILOGUE != "residual" and EPILOGUE != "dropped":  # may be ``out``: nobody else has this tile
         acc += _read(residual, row, col, at, mask, STORE).to(tl.float32)
     _write(out, acc, row, col, at, mask, M, N, STORE)
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("base h b out pre_scale", "M N R base", **ANY_LENGTH)
 def rest_kernel(
     base, h, b, out, pre_scale, m, c, bias, M, N, R, stride_hm, stride_hr, stride_br, stride_bn,
     EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
@@ -158,12 +158,12 @@ def rest_kernel(
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     at = t[:, None].to(tl.int64) * N + n[None, :]
     there = tl.load(base + at, mask=within(t, n, M, N), other=0.0)  # on its way while the product runs
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
     finish(acc + there.to(tl.float32), (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("v residual out")
 def epilogue_kernel(
     v, residual, out, m, c, bias, M, N,
     EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

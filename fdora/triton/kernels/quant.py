@@ -30,10 +30,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import (
-    Codes4,
-    Codes8,
-    How4,
-    How8,
+    Codes,
     beside,
     byte_scales,
     byte_weights,
@@ -49,8 +46,8 @@ from fdora.triton.kernels.decode import (
     tile_words,
 )
 from fdora.triton.kernels.norm import Run, Sums, product_of, squares_of_run, walk
-from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, halves
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Blocks, LowRank, Matrix, addresses, both, halves
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -62,15 +59,15 @@ def _store(w, rows, first_k, K, to, T: tl.constexpr):
     if T.EVEN:
         tl.store(at, w)
     else:
-        tl.store(at, w, mask=rows.inside[:, None] & (k < K)[None, :])
+        tl.store(at, w, mask=both(rows.inside, k < K))
 
 
 @triton.jit
 def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.constexpr):
     """Codes of a tile and their scales."""
     k = first_k + tl.arange(0, T.K)
-    inside = rows.inside[:, None] & (k < K)[None, :]
-    if HOW.MODE == "group":
+    inside = both(rows.inside, k < K)
+    if HOW.SCALES == "group":
         scale, zero = tile_scales(W, rows.of_W, rows.inside, first_k, K, HOW, T)
         return tile_words(W, rows.of_W, rows.inside, first_k, K, HOW, T, 16), scale, zero
     else:
@@ -82,14 +79,14 @@ def read_codes8(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.cons
 @triton.jit
 def codes8_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
     acc = product_of(low, b, rows, first_k, N, K, T)
-    if HOW.MODE == "group":
-        x = beside(tile_bytes(W, read[0], rows.of_W, HOW, T), acc, HOW.PTX)
+    if HOW.SCALES == "group":
+        x = beside(tile_bytes(W, read[0], rows.of_W, HOW, T), acc, HOW)
         w = int_weights(W, x, read[1], read[2], HOW)
     else:
-        w = byte_weights(beside(read[0], acc, HOW.PTX), read[1], HOW.CODE, HOW.BY_BITS)
+        w = byte_weights(beside(read[0], acc, HOW), read[1], HOW)
     if not T.EVEN:
         k = first_k + tl.arange(0, T.K)
-        w = tl.where(rows.inside[:, None] & (k < K)[None, :], w, 0.0)
+        w = tl.where(both(rows.inside, k < K), w, 0.0)
     if to.dense is not None:
         _store(w, rows, first_k, K, to, T)
     v = w + s * acc
@@ -98,7 +95,7 @@ def codes8_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, 
 
 @triton.jit
 def _read_scales(W, rows, first_k, HOW: tl.constexpr, T: tl.constexpr):
-    at, there = pair_groups(W, rows.of_W, first_k, rows.inside, HOW.GROUP, T.K)
+    at, there = pair_groups(W, rows.of_W, first_k, rows.inside, HOW, T.K)
     return tl.load(W.scales + at, mask=there, other=0), at, there
 
 
@@ -110,7 +107,7 @@ def read_pairs(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
         stored, at, there = _read_scales(W, rows, first_k, HOW, T)
     else:
         _, _, _, stored, at, there = before
-    value, second = scale_terms(stored, W.code256, W.scales2, at, there, HOW.SCALES)
+    value, second = scale_terms(stored, W.code256, W.scales2, at, there, HOW)
     stored, at, there = _read_scales(W, rows, then, HOW, T)
     return x, value, second, stored, at, there
 
@@ -119,7 +116,7 @@ def read_pairs(W, before, rows, first_k, then, K, HOW: tl.constexpr, T: tl.const
 def _even_and_odd(x, scale, acc, HOW: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
     """The weights and the sums of even columns, then those of odd ones, (N, GROUPS, PART) each."""
     acc_even, acc_odd = tl.split(tl.reshape(acc, (N, GROUPS, PART, 2)))
-    even, odd = pair_weights(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW.PTX), scale, HOW)
+    even, odd = pair_weights(beside(tl.reshape(x, (N, GROUPS, PART)), acc_even, HOW), scale, HOW)
     return even, acc_even, odd, acc_odd
 
 
@@ -133,8 +130,8 @@ def _squares(even, acc_even, odd, acc_odd, s):
 def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: tl.constexpr):
     GROUPS: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
     PART: tl.constexpr = T.K // 2 // GROUPS
-    _, here = pair_groups(W, rows.of_W, first_k, rows.inside, HOW.GROUP, T.K)
-    x, scale = read[0], scale_from(read[1], read[2], W.code256, W.offset, here, HOW.SCALES)
+    _, here = pair_groups(W, rows.of_W, first_k, rows.inside, HOW, T.K)
+    x, scale = read[0], scale_from(read[1], read[2], W.code256, W.offset, here, HOW)
     acc = product_of(low, b, rows, first_k, N, K, T)
     if T.TMA and T.EVEN and GROUPS > 1:
         left, right = halves(acc)
@@ -148,7 +145,7 @@ def pairs_tile(W, read, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T
         even, acc_even, odd, acc_odd = _even_and_odd(x, scale, acc, HOW, T.N, GROUPS, PART)
         if not T.EVEN:
             pairs = first_k // 2 + tl.arange(0, T.K // 2)
-            whole = tl.reshape(rows.inside[:, None] & (pairs < K // 2)[None, :], (T.N, GROUPS, PART))
+            whole = tl.reshape(both(rows.inside, pairs < K // 2), (T.N, GROUPS, PART))
             even, odd = tl.where(whole, even, 0.0), tl.where(whole, odd, 0.0)
         if to.dense is not None:
             _store(tl.reshape(tl.join(even, odd), (T.N, T.K)), rows, first_k, K, to, T)
@@ -169,33 +166,29 @@ def singles_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T:
     return tl.sum(v * v, axis=1)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("codes scales scales2 A B partial dense", "N K R A")
 def quant_kernel(
-    codes, scales, code256, scales2, offset,  # see Codes4 and Codes8
+    codes, scales, code256, scales2, offset,  # see decode.py
     A, B,  # (R, K), (N, R), or their descriptors
     scale_n, scale_k,  # (N,), (K,)
     partial,  # (runs along K, N)
     dense, pitch,  # W itself, in rows of this pitch
     old_hash, new_hash,  # (WORDS,)
     s, first, N, K, R, groups, stride_cn, stride_ck, stride_ar, stride_ak, stride_bn, stride_br,
-    BITS: tl.constexpr, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr,
-    FLAT: tl.constexpr, PAIRS: tl.constexpr, BY_BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RUN: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ONE_SLAB: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B, scale_n and partial begin there, W and what is stored of it do not."""
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP, EVEN * 2, PRECISION, TMA)
     to, span = Sums(partial, dense, pitch), BLOCK_K * RUN
-    HOW4: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, FLAT, PAIRS, PTX)
-    HOW: tl.constexpr = HOW4 if BITS == 4 else How8(CODE, BY_BITS, SCALES, BN, BK, PTX)
-    W8 = Codes8(codes, stride_cn, stride_ck, scales, groups, code256, scales2)
-    W = Codes4(codes, scales, code256, scales2, offset, groups) if BITS == 4 else W8
-    READ: tl.constexpr = read_codes8 if BITS == 8 else read_pairs if PAIRS else read_singles
-    TILE: tl.constexpr = codes8_tile if BITS == 8 else pairs_tile if PAIRS else singles_tile
-    AHEAD: tl.constexpr = BITS == 4 or (RUN > 1 and (SCALES != "block" or BK % BLOCK_K == 0))
-    WALK: tl.constexpr = Run(BITS == 4 and RUN == 1, ONE_SLAB, AHEAD, None, BLOCK_K, BITS == 4 or RUN > 1)
+    W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
+    READ: tl.constexpr = read_codes8 if HOW.BITS == 8 else read_pairs if HOW.PAIRS else read_singles
+    TILE: tl.constexpr = codes8_tile if HOW.BITS == 8 else pairs_tile if HOW.PAIRS else singles_tile
+    FOUR: tl.constexpr = HOW.BITS == 4
+    AHEAD: tl.constexpr = FOUR or (RUN > 1 and (HOW.SCALES != "block" or HOW.BK % BLOCK_K == 0))
+    WALK: tl.constexpr = Run(FOUR and RUN == 1, ONE_SLAB, AHEAD, None, BLOCK_K, FOUR or RUN > 1)
     OF: tl.constexpr = (READ, TILE, HOW, T, WALK)
     of, count = (W, low, s, to, first, N, K, span), tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
     walk(squares_of_run, of, OF, count, old_hash, new_hash, WORDS, TMA, PDL)

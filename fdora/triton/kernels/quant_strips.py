@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, Codes4, How4, e4m3, nibble, scale_of
+from fdora.triton.kernels.decode import E2M1_LANE, FP4_LANE, NF4_LANE, Codes, e4m3, e8m0, nibble
 from fdora.triton.kernels.norm import walk
-from fdora.triton.kernels.tile import Matrix, loaded
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, loaded, put
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.lookup import OF_WORDS
 
 TINY = tl.constexpr(2.0**-30)
@@ -31,11 +31,12 @@ FOUR_EACH = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r")
 
 
 @triton.jit
-def _values(x, TABLE: tl.constexpr, PTX: tl.constexpr):
+def _values(x, HOW: tl.constexpr):
     """Those of the low and of the high halves of bytes: of each word's four a lane of a quad takes one, so that it has weights
     of the columns in which wgmma leaves it sums."""
     lane = tl.arange(0, 4)[None, None, None, :]
-    if PTX:
+    TABLE: tl.constexpr = HOW.CODE
+    if HOW.PTX:
         LANE: tl.constexpr = NF4_LANE if TABLE == "nf4" else FP4_LANE if TABLE == "fp4" else E2M1_LANE
         value = tl.inline_asm_elementwise(LANE, "=r", [], tl.int32, True, 1)
         x = x[:, :, :, None]
@@ -107,31 +108,29 @@ def _strip4(i, W, A, B, partial, s, first, N, K, R, span, OF: tl.constexpr):
             value = tl.load(W.code256 + stored.to(tl.int32))
             stored = tl.load(at_scale + min(k0 + 2 * T.K, last) // GROUP, mask=in_n, other=0)
         else:
-            scale = scale_of(stored, None, None, None, None, in_n, "e8m0") if SCALES == "e8m0" else e4m3(stored)
+            scale = tl.where(in_n, e8m0(stored), 0.0) if SCALES == "e8m0" else e4m3(stored)
             stored = tl.load(at_scale + min(k0 + T.K, last) // GROUP, mask=in_n, other=0)
         scale *= by
-        low, high = _values(tl.reshape(x, (T.N, IN_TILE, PART)), HOW.TABLE, HOW.PTX)
+        low, high = _values(tl.reshape(x, (T.N, IN_TILE, PART)), HOW)
         even, odd = tl.split(acc)
         v = (high if HOW.HIGH_FIRST else low) * scale[:, :, None, None] + even
         u = (low if HOW.HIGH_FIRST else high) * scale[:, :, None, None] + odd
         squares += v * v
         squares += u * u
     total = tl.sum(tl.sum(tl.sum(squares, axis=3), axis=2), axis=1) * (unit * unit)
-    tl.store(partial + strip.to(tl.int64) * N + n, total, mask=n < N)
+    put(total, partial + strip.to(tl.int64) * N, n, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("codes scales scales2 A B partial dense", "N K R A")
 def quant4_strips_kernel(
     codes, scales, code256, scales2, offset, A, B, partial, old_hash, new_hash, s, first, N, K, R, groups, span,
     stride_bn, stride_br,
-    CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ONE_SECOND: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr, ONE_SECOND: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """N rows from ``first`` on: B and partial begin there, W does not."""
-    W = Codes4(codes, scales, code256, scales2, offset, groups)
+    W = Codes(codes, scales, code256, scales2, offset, groups, None, None)
     of = (W, A, Matrix(B, stride_bn, stride_br), partial, s, first, N, K, R, span)
-    HOW: tl.constexpr = How4(CODE, HIGH_FIRST, GROUP_SIZE, SCALES, False, True, PTX)
     T: tl.constexpr = Strip(BLOCK_N, BLOCK_K, BLOCK_R, EVEN, AHEAD, ONE_SECOND)
     count = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, span)
     walk(_strip4, of, (HOW, T), count, old_hash, new_hash, WORDS, False, PDL)

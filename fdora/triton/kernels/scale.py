@@ -8,15 +8,15 @@ import triton.language as tl
 from fdora.triton.kernels.g import EPS, g_tile, times_g
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, strip_at, within
-from fdora.triton.runtime.cost import ANY_LENGTH
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, strip_at, vector, within, zeros
+from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def over_few(dy, x, n, k, N, M, K):
     """dy^T x at the columns n of dy and k of x. As over_tokens, but that x is asked for behind dy: both at once spill."""
-    v = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
+    v = zeros(n.shape[0], k.shape[0])
     for t0 in range(0, M, 32):
         t = t0 + tl.arange(0, 32)
         v = tl.dot(tl.trans(loaded(dy, t, n, M, N)), loaded(x, t, k, M, K), v)
@@ -59,9 +59,9 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
                 exact = dot_rows(dy, x, w, n, N, M, K)
                 exact += dot_rows(dy, h, b, n, N, M, R)
                 dg = tl.where(lost, exact, dg)
-        store_gradients(dg, g, tl.load(c + n, mask=n < N, other=1.0), dm, dc, n, n < N)
+        store_gradients(dg, g, vector(c, n, N, 1.0), dm, dc, n, n < N)
     if dbias is not None:
-        tl.store(dbias + n, sum_bias, mask=n < N)
+        put(sum_bias, dbias, n, N)
 
 
 @triton.jit
@@ -72,10 +72,10 @@ def scaled(
     """dz = g dy (and beside it dy with another factor) of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``,
     and their sums of dy v, dy and dz^T h. Everything is loaded before anything is stored: no load is moved ahead of a store.
     Sums stay one to an element of the tile until the end: their reduction asks the warps to meet."""
-    all_m = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
-    all_bias = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
+    all_m = zeros(BLOCK_M, n.shape[0])
+    all_bias = zeros(BLOCK_M, n.shape[0])
     r = tl.arange(0, BLOCK_R if BLOCK_R > 0 else 1)
-    sum_B = tl.zeros((n.shape[0], r.shape[0]), tl.float32)
+    sum_B = zeros(n.shape[0], r.shape[0])
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         t = first + i + tl.arange(0, BLOCK_M)
         d = loaded(dy, t, n, M, N).to(tl.float32)
@@ -112,7 +112,7 @@ def store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R):
         tl.store(partial_B + at[:, None] * R + r[None, :], sum_B, mask=within(n, r, N, R))
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("dy dz beside partial_m partial_bias partial_B saved?dm|dc h?BLOCK_R dB?SINGLE", "M N R dy?BLOCK_R", **ANY_LENGTH)
 def scale_kernel(
     dy, saved,  # (M, N)
     x, w, h, b,  # (M, K), (N, K), (M, R), (N, R)
@@ -152,7 +152,7 @@ def scale_kernel(
         store_sums(sums, partial_m, partial_bias, partial_B, strip, n, N, R)
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("partial_m partial_bias partial_B dB", **ANY_LENGTH)
 def finish_kernel(
     dy, x, w, h, b,  # (M, N), (M, K), (N, K), (M, R), (N, R)
     m, c,  # (N,)
@@ -166,8 +166,8 @@ def finish_kernel(
     if PDL:
         gdc_wait()
     n = block_on(0, BLOCK_N)
-    sum_m = tl.zeros((BLOCK_N,), tl.float32)
-    sum_bias = tl.zeros((BLOCK_N,), tl.float32)
+    sum_m = zeros(BLOCK_N)
+    sum_bias = zeros(BLOCK_N)
     if partial_m is not None:
         sum_m = column_sums(partial_m, n, N, N, strips, BLOCK_T)
     if partial_bias is not None:
@@ -179,7 +179,7 @@ def finish_kernel(
     )
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
-        sum_B = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+        sum_B = zeros(BLOCK_N, BLOCK_R)
         at_strip = addresses(Matrix(partial_B, R, None), n, r)
         for _ in range(strips):
             sum_B += tl.load(at_strip, mask=within(n, r, N, R), other=0.0)
@@ -199,7 +199,7 @@ def _factor(
     store(acc, out, c, r, C, R)
 
 
-@triton.jit(**ANY_LENGTH)
+@kernel("x dh dA dz h dB", "R K M x, R N M x", **ANY_LENGTH)
 def factors_kernel(
     x, dh, dA, dz, h, dB, m, c, M, K, N, R, stride_x, stride_dh, stride_dz, stride_h,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,

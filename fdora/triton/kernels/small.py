@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.product import finish, products
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
@@ -15,7 +15,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 def shrunk(x, f, t, r, begin, end, M, K, R, BLOCK_K: tl.constexpr):
     """x f at tokens t and columns r: the terms from ``begin`` to ``end``."""
     at_x, at_f = x.p + t[:, None].to(tl.int64) * x.row, f.p + r[None, :].to(tl.int64) * f.col
-    acc = tl.zeros((t.shape[0], r.shape[0]), tl.float32)
+    acc = zeros(t.shape[0], r.shape[0])
     for k0 in range(begin, end, BLOCK_K):
         k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
         xt = tl.load(at_x + k[None, :] * x.col, mask=within(t, k, M, K), other=0.0)
@@ -24,7 +24,7 @@ def shrunk(x, f, t, r, begin, end, M, K, R, BLOCK_K: tl.constexpr):
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x a part", "M R K x")
 def shrink_kernel(
     x, a, part, M, K, R, span, stride_xm, stride_xk, stride_ar, stride_ak, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -70,13 +70,13 @@ def low_rank_term(
         if dA is not None:  # the columns of u = x that belong to this program
             ut, at = loaded(u, t, n, M, N), addresses(Matrix(dA, N, None), r0 + r, n)  # later, sm_100 spills an address
             v = tl.dot(ht if ACROSS else tl.trans(ht), ut)
-            tl.store(at, v.to(dA.dtype.element_ty), mask=in_r[:, None] & (n < N)[None, :])
+            tl.store(at, v.to(dA.dtype.element_ty), mask=both(in_r, n < N))
         bt = slab(b, n, r0 + r, N, R, ACROSS) if ahead is None else ahead
         acc = tl.dot(bt.to(dtype), ht, acc) if ACROSS else tl.dot(ht, bt.to(dtype), acc)
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x w part h b out pre_scale u dA", "M N K x, M N R x, M N R u")
 def small_kernel(
     x, w, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
@@ -84,7 +84,7 @@ def small_kernel(
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     col = tl.program_id(0) * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     acc = products(acc, Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn), 0, col, M, N, K, BLOCK_K)
     if PDL:
         gdc_wait()
@@ -95,7 +95,7 @@ def small_kernel(
     finish(acc, (out, pre_scale, out if ACCUMULATE else None, m, c, bias), 0, col, M, N)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("sums part h b out pre_scale u dA", "M N R x, M N R u")
 def add_parts_kernel(
     sums, x, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, R, stride_br, stride_bn, stride_hm, stride_um, stride_un,
     SPLITS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -109,7 +109,7 @@ def add_parts_kernel(
     ahead = slab(B, n, tl.arange(0, BLOCK_R), N, R) if AHEAD else None
     if PDL:  # for all that ran ahead: the kernel before this one has waited too
         gdc_wait()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_N)
     for i in tl.static_range(SPLITS):  # always in the same order
         at = (i * M + t)[:, None].to(tl.int64) * N + n[None, :]
         acc += tl.load(sums + at, mask=within(t, n, M, N), other=0.0)

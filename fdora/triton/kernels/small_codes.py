@@ -5,44 +5,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import Codes8, How4, How8
+from fdora.triton.kernels.decode import Codes
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
-from fdora.triton.kernels.small_quant import Tile, Words, bytes8, columns4, ints, rows4
-from fdora.triton.kernels.tile import Matrix, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.small_quant import Tile, bytes8, columns4, ints, rows4
+from fdora.triton.kernels.tile import Matrix, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _product(
-    x, codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups, col, begin, end, M, N, K,
-    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, T: tl.constexpr,
-):
+def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
-    if BITS == 8:
-        HOW8: tl.constexpr = How8(KIND, HIGH_FIRST, SCALES, GROUP, BLOCK_COLUMNS, PTX)
-        W8 = Codes8(codes, stride_wk, stride_wn, scales, groups, code256, scales2)
-        if SCALES == "group":
-            return ints(x, W8, col, begin, end, M, N, K, HOW8, T)
-        else:
-            return bytes8(x, W8, col, begin, end, M, N, K, HOW8, T)
+    if HOW.SCALES == "group":
+        return ints(x, W, col, begin, end, M, N, K, HOW, T)
+    elif HOW.BITS == 8:
+        return bytes8(x, W, col, begin, end, M, N, K, HOW, T)
+    elif T.COLUMNS:
+        return columns4(x, W, col, begin, end, M, N, K, HOW, T)
     else:
-        HOW4: tl.constexpr = How4(KIND, HIGH_FIRST, GROUP, SCALES, False, True, PTX)
-        W = Words(codes, scales, code256, scales2, offset, words, groups)
-        if T.COLUMNS:
-            return columns4(x, W, col, begin, end, M, N, K, HOW4, T)
-        else:
-            return rows4(x, W, col, begin, end, M, N, K, HOW4, T)
+        return rows4(x, W, col, begin, end, M, N, K, HOW, T)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x codes scales scales2 out part h b", "M N K x, M N R x?b")
 def codes_parts_kernel(
-    x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, words, groups,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm,
-    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, groups,
+    stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm,
+    HOW: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
@@ -60,13 +49,13 @@ def codes_parts_kernel(
         if PDL:
             gdc_wait()
         acc = low_rank_term(
-            tl.zeros((BLOCK_N, BLOCK_M), tl.float32), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
+            zeros(BLOCK_N, BLOCK_M), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
             None, None, s, col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
         )
     else:
+        W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
         acc = _product(
-            Matrix(x, stride_xm, stride_xk), codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups,
-            col, begin, end, M, N, K, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX,
+            Matrix(x, stride_xm, stride_xk), W, col, begin, end, M, N, K, HOW,
             Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
         )
     if PDL:  # what is written here may be another's until the kernel ahead has ended
@@ -76,21 +65,18 @@ def codes_parts_kernel(
     tl.store(out + at, acc, mask=within(n, t, N, M))
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x codes scales scales2 part h b out pre_scale u dA", "M N K x, M N R x, M N R u")
 def small_codes_kernel(
-    x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, words, groups,
-    stride_xm, stride_xk, stride_wk, stride_wn, stride_br, stride_bn, stride_hm, stride_um, stride_un,
-    BITS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PTX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    x, codes, scales, code256, scales2, offset, part, h, b, out, pre_scale, m, c, bias, u, dA, s, M, N, K, R, groups,
+    stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm, stride_um, stride_un,
+    HOW: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
     """small_kernel, for W of codes. ``COLUMNS``: y has the columns of W, and K counts its rows (backward)."""
-    col = tl.program_id(0) * BLOCK_N
+    W, col = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck), tl.program_id(0) * BLOCK_N
     acc = _product(
-        Matrix(x, stride_xm, stride_xk), codes, scales, code256, scales2, offset, stride_wk, stride_wn, words, groups,
-        col, 0, K, M, N, K, BITS, KIND, HIGH_FIRST, GROUP, SCALES, BLOCK_COLUMNS, PTX,
-        Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
+        Matrix(x, stride_xm, stride_xk), W, col, 0, K, M, N, K, HOW, Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN)
     )
     if PDL:
         gdc_wait()

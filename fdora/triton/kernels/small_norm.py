@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term, slab
-from fdora.triton.kernels.tile import Matrix, addresses, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, within, zeros
+from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x w a part h b out pre_scale", "M N K x, M N R x, K N R x")
 def small_norm_kernel(
     x, w, a, part, h, b, out, pre_scale, m, c, bias, s, M, N, K, R,
     stride_xm, stride_xk, stride_wk, stride_wn, stride_ar, stride_ak, stride_br, stride_bn, stride_hm,
@@ -25,8 +24,8 @@ def small_norm_kernel(
     A, B, W = Matrix(a, stride_ar, stride_ak), Matrix(b, stride_br, stride_bn), Matrix(w, stride_wk, stride_wn)
     bt = slab(B, n, r, N, R)
     at_x, at_w, at_a = addresses(Matrix(x, stride_xm, stride_xk), t, k), addresses(W, k, n), addresses(A, r, k)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # summed over rows at the end, where alone the warps meet
+    acc = zeros(BLOCK_M, BLOCK_N)
+    squares = zeros(BLOCK_K, BLOCK_N)  # summed over rows at the end, where alone the warps meet
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
         wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.decode import byte_weights, int_scales, int_weights, nibble, of_eight, scale_of, words_at
+from fdora.triton.kernels.tile import vector, zeros
 from fdora.triton.runtime.lookup import PICKED, SCALED
 
 NF4_BF16 = tl.constexpr(SCALED["bf16"]["nf4"])
@@ -37,18 +38,6 @@ HIGH = tl.constexpr(PICKED[True])
 LOW = tl.constexpr(PICKED[False])
 TO_TABLE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 TO_WEIGHTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r")
-
-
-class Words(NamedTuple):
-    """A W of 4-bit codes, eight to a word: as Codes4, and how many words and groups a row has."""
-
-    codes: Any
-    scales: Any
-    code256: Any
-    scales2: Any
-    offset: Any
-    words: Any
-    groups: Any
 
 
 class Tile(NamedTuple):
@@ -66,7 +55,7 @@ class Tile(NamedTuple):
 @triton.jit
 def _weights(x, scale, dtype: tl.constexpr, HOW: tl.constexpr):
     """Words of 8 codes, a scale for each -> weights in ``dtype`` on three more axes: number 4 s + 2 h + b at (b, h, s)."""
-    TABLE: tl.constexpr = HOW.TABLE
+    TABLE: tl.constexpr = HOW.CODE
     HIGH_FIRST: tl.constexpr = HOW.HIGH_FIRST
     if HOW.PTX:
         IS_BF16: tl.constexpr = dtype == tl.bfloat16
@@ -115,8 +104,8 @@ def _tile4(
     IN_TILE: tl.constexpr,
 ):
     """Weights at rows n (SLICES, ROWS) and words (SLICES, WORDS), as above, one more axis for the groups."""
-    at = W.codes + n[:, :, None].to(tl.int64) * W.words + word[:, None, :]
-    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < N)[:, :, None] & (word < W.words)[:, None, :], other=0)
+    at = W.codes + n[:, :, None].to(tl.int64) * W.row + word[:, None, :]
+    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < N)[:, :, None] & (word < W.row)[:, None, :], other=0)
     x = tl.reshape(x, (T.SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
     each = tl.broadcast_to(scale[:, :, :, None], (T.SLICES, ROWS, IN_TILE, WORDS // IN_TILE))
     return _weights(x, each, dtype, HOW)
@@ -140,7 +129,7 @@ def _stored(W, n, first, N, HOW: tl.constexpr, IN_TILE: tl.constexpr):
 def _scale(W, stored, n, first, N, HOW: tl.constexpr, IN_TILE: tl.constexpr):
     """What those stand for."""
     at, mask = _groups(W, n, first, N, HOW, IN_TILE)
-    return scale_of(stored, W.code256, W.scales2, W.offset, at, mask, HOW.SCALES)
+    return scale_of(stored, W.code256, W.scales2, W.offset, at, mask, HOW)
 
 
 @triton.jit
@@ -160,7 +149,7 @@ def _product(acc, w, x, T: tl.constexpr):
 
 @triton.jit
 def _zeros(T: tl.constexpr):
-    return tl.zeros((T.N, T.M), tl.float32) if T.SLICES == 1 else tl.zeros((T.SLICES, T.N, T.M), tl.float32)
+    return zeros(T.N, T.M) if T.SLICES == 1 else tl.zeros((T.SLICES, T.N, T.M), tl.float32)
 
 
 @triton.jit
@@ -242,8 +231,8 @@ def _ints(W, n, at_k, col, first, N, K, HOW: tl.constexpr, T: tl.constexpr):
     elif PER > 1:
         i = tl.arange(0, PER)
         shift = of_eight(i) * BITS if HOW.CODE == "awq" else i * BITS
-    if W.index is not None:
-        g = tl.load(W.index + tl.minimum(column, columns - 1)).to(tl.int32)
+    if W.scales2 is not None:
+        g = tl.load(W.scales2 + tl.minimum(column, columns - 1)).to(tl.int32)
     elif HOW.BK % (T.N if T.COLUMNS else T.K) == 0:
         g = (tl.zeros((1,), tl.int32) + col if T.COLUMNS else first)[:, None, None] // HOW.BK
     else:
@@ -280,26 +269,27 @@ def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def bytes8(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """A W of Codes8, (K, N) as its strides say, times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
+    """A W of 8-bit codes times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
     n = col + tl.arange(0, T.N)
     t, slices = tl.arange(0, T.M), tl.arange(0, T.SLICES) * T.K
     k = slices[:, None] + tl.arange(0, T.K)[None, :]
     BY_N: tl.constexpr = HOW.BK if T.COLUMNS else HOW.BN
     BY_K: tl.constexpr = HOW.BN if T.COLUMNS else HOW.BK
     WHOLE: tl.constexpr = BY_N % T.N == 0 and BY_K % T.K == 0
-    one = tl.load(W.scales) if HOW.MODE == "tensor" else 0.0
-    by_row = tl.load(W.scales + n, mask=n < N, other=0.0)[None, :, None] if HOW.MODE == "row" and not T.COLUMNS else 0.0
+    one = tl.load(W.scales) if HOW.SCALES == "tensor" else 0.0
+    by_row = vector(W.scales, n, N)[None, :, None] if HOW.SCALES == "row" and not T.COLUMNS else 0.0
     acc = _zeros(T)
     for k0 in range(begin, end, T.SLICES * T.K):
         at_k = k0 + k
         mask = (n < N)[None, :, None] & (at_k < K)[:, None, :]
-        at_w = W.codes + n[None, :, None].to(tl.int64) * W.col + at_k[:, None, :].to(tl.int64) * W.row
+        stride_n, stride_k = (W.col, W.row) if T.COLUMNS else (W.row, W.col)
+        at_w = W.codes + n[None, :, None].to(tl.int64) * stride_n + at_k[:, None, :].to(tl.int64) * stride_k
         c = tl.load(at_w) if T.EVEN else tl.load(at_w, mask=mask, other=0)
         xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        if HOW.MODE == "tensor":
+        if HOW.SCALES == "tensor":
             scale = one
-        elif HOW.MODE == "row":
-            scale = tl.load(W.scales + at_k, mask=at_k < K, other=0.0)[:, None, :] if T.COLUMNS else by_row
+        elif HOW.SCALES == "row":
+            scale = vector(W.scales, at_k, K)[:, None, :] if T.COLUMNS else by_row
         elif WHOLE:  # a slice of the tile lies in one block
             by_n, by_k = col // BY_N, (k0 + slices) // BY_K
             at = by_k * W.groups + by_n if T.COLUMNS else by_n * W.groups + by_k
@@ -308,6 +298,6 @@ def bytes8(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
             by_n, by_k = (n // BY_N)[None, :, None], (at_k // BY_K)[:, None, :]
             at = by_k * W.groups + by_n if T.COLUMNS else by_n * W.groups + by_k
             scale = tl.load(W.scales + at, mask=mask, other=0.0)
-        w = byte_weights(c, scale, HOW.CODE, HOW.BY_BITS)
+        w = byte_weights(c, scale, HOW)
         acc = _product(acc, w.to(x.p.dtype.element_ty), tl.permute(xt, (0, 2, 1)), T)
     return acc if T.SLICES == 1 else tl.sum(acc, axis=0)

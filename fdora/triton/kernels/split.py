@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.hash import unchanged
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, store, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, store, within, zeros
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def scaling(top):
     return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("x out scale")
 def split_kernel(
     x, out, scale, old_hash, new_hash, P, R, R3, stride_xp, stride_xr, stride_op, stride_or,
     LO_FIRST: tl.constexpr, WORDS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -29,12 +29,12 @@ def split_kernel(
     end = R
     if old_hash is not None:
         end = 0 if unchanged(old_hash, new_hash, WORDS) else R
-    top = tl.zeros((BLOCK_P,), tl.float32)
+    top = zeros(BLOCK_P)
     for r0 in range(0, end, BLOCK_R):
         t = loaded(x, p, r0 + r, P, R)
         top = tl.maximum(top, tl.max(tl.abs(t), axis=1))
     factor, undo = scaling(top)
-    tl.store(scale + p, undo, mask=p < P)
+    put(undo, scale, p, P)
     for r0 in range(0, end, BLOCK_R):
         t = factor[:, None] * loaded(x, p, r0 + r, P, R)
         hi = t.to(tl.float16)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, within
-from fdora.triton.runtime.cost import launched
+from fdora.triton.runtime.cost import kernel
 
 
 @triton.jit
@@ -20,13 +20,17 @@ def column_sums(partial, n, N, row, strips, BLOCK_T: tl.constexpr):
     return acc
 
 
-@triton.jit(launch_metadata=launched)
+@kernel("partial out")
 def sum_kernel(
-    partial,  # (strips, N)
-    out,  # (N,)
-    N, strips,
+    partial,  # (strips, N), or as many of each owner
+    out,  # (N,), or the rows of the owners
+    N, strips, row,  # the distance of these, or None
     SQRT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
+    if row is not None:
+        owner = tl.program_id(1).to(tl.int64)
+        partial += owner * strips * N
+        out += owner * row
     n = block_on(0, BLOCK_N)
     acc = column_sums(partial, n, N, N, strips, BLOCK_T)
     tl.store(out + n, tl.sqrt_rn(acc) if SQRT else acc, mask=n < N)

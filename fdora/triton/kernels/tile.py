@@ -89,9 +89,36 @@ def addresses(t, i, j):
 
 
 @triton.jit
+def both(rows, columns):
+    """Which elements of a tile there are, of its rows and its columns."""
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
 def within(i, j, I, J):
     """Which rows i and columns j there are in a matrix (I, J)."""
-    return (i < I)[:, None] & (j < J)[None, :]
+    return both(i < I, j < J)
+
+
+@triton.jit
+def vector(p, i, I, other=0.0):
+    """The numbers i of (I,); ``other`` outside."""
+    return tl.load(p + i, mask=i < I, other=other)
+
+
+@triton.jit
+def put(v, p, i, I):
+    """v as the numbers i of (I,), in their dtype."""
+    tl.store(p + i, v.to(p.dtype.element_ty), mask=i < I)
+
+
+@triton.jit
+def zeros(I: tl.constexpr, J: tl.constexpr = None):
+    """Sums, (I,) or (I, J), which are in float32 whatever is added up."""
+    if J is None:
+        return tl.zeros((I,), tl.float32)
+    else:
+        return tl.zeros((I, J), tl.float32)
 
 
 @triton.jit
@@ -119,7 +146,7 @@ def low_rank(low, n, k, N, K, T: tl.constexpr):
     r = tl.arange(0, T.R)
     in_n, in_k = n < N, k < K
     at_b, at_a = addresses(B, n, r), addresses(A, r, k)
-    acc = tl.zeros((n.shape[0], k.shape[0]), tl.float32)
+    acc = zeros(n.shape[0], k.shape[0])
     for r0 in range(0, R, T.R):
         if T.EVEN == 2:
             b, a = tl.load(at_b), tl.load(at_a)
@@ -135,7 +162,7 @@ def low_rank(low, n, k, N, K, T: tl.constexpr):
 @triton.jit
 def low_rank_tma(low, first_n, first_k, T: tl.constexpr):
     """The same from tensor descriptors: the copy engine fetches the tiles and fills with zeros outside."""
-    acc = tl.zeros((T.N, T.K), tl.float32)
+    acc = zeros(T.N, T.K)
     for r0 in range(0, low.R, T.R):
         acc = tl.dot(low.B.p.load([first_n, r0]), low.A.p.load([r0, first_k]), acc)
     return acc
@@ -160,6 +187,6 @@ def tile_of(i, W, low, N, K, T: tl.constexpr):
 def unscaled(acc, low, n, k, N, K):
     """The product of factors, whether split_kernel scaled them or not."""
     if low.scale_n is not None:
-        by_k = tl.load(low.scale_k + k, mask=k < K, other=0.0)
-        acc = acc * by_k[None, :] * tl.load(low.scale_n + n, mask=n < N, other=0.0)[:, None]
+        by_k = vector(low.scale_k, k, K)
+        acc = acc * by_k[None, :] * vector(low.scale_n, n, N)[:, None]
     return acc

@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import beside, byte_weights
+from fdora.triton.kernels.decode import How, beside, byte_weights
 from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
+from fdora.triton.kernels.tile import put, vector, zeros
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 (
@@ -172,12 +173,12 @@ def squares_of_item(
         columns = tl.load(t + F_COLUMNS * L).to(tl.int32)
         at_scale = tl.load(t + F_SCALES * L).to(tl.pointer_type(tl.float32))
         at_scale += (n // tl.load(t + F_ROWS * L).to(tl.int32)).to(tl.int64) * tl.cdiv(K, columns)
-    squares = tl.zeros((BLOCK_N,), tl.float32)
+    squares = zeros(BLOCK_N)
     for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
         in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
         at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
         w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        acc = zeros(BLOCK_N, BLOCK_K)
         if ONE_SLAB:
             at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
             a = _load(at_a, (r < R)[:, None], in_k, EVEN_R, EVEN)
@@ -191,7 +192,8 @@ def squares_of_item(
                 acc = _product(_terms(b, SPLIT), a, acc, SPLIT)
         if CODE != "":
             scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
-            w = byte_weights(beside(w, acc, PTX), scale, CODE, BY_BITS)
+            HOW: tl.constexpr = How(8, CODE, False, 1, "block", False, True, BY_BITS, 1, 1, PTX)
+            w = byte_weights(beside(w, acc, HOW), scale, HOW)
             w = w if EVEN else tl.where(in_k, w, 0.0)
         v = w.to(tl.float32) + s * acc
         squares += tl.sum(v * v, axis=1)
@@ -216,7 +218,7 @@ def norms_kernel(
         gdc_launch_dependents()
         gdc_wait()
     l = tl.arange(0, BLOCK_L)
-    items = tl.load(table + F_ITEMS * L + first + l, mask=l < count, other=0).to(tl.int32)
+    items = vector(table + F_ITEMS * L + first, l, count).to(tl.int32)
     if differs is not None:
         answers = differs + (first + l)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
         items = tl.where(tl.max(tl.load(answers, mask=(l < count)[:, None], other=0), axis=1) > 0, items, 0)
@@ -249,11 +251,11 @@ def roots_kernel(
     for n0 in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         if changed:
-            acc = tl.zeros((BLOCK_N,), tl.float32)
+            acc = zeros(BLOCK_N)
             at = at_partial + n
             for _ in range(0, chunks):
                 acc += tl.load(at, mask=n < N, other=0.0)
                 at += N
-            tl.store(new + at_c + n, tl.sqrt_rn(acc), mask=n < N)
+            put(tl.sqrt_rn(acc), new + at_c, n, N)
         else:
-            tl.store(new + at_c + n, tl.load(old + at_c + n, mask=n < N), mask=n < N)
+            put(tl.load(old + at_c + n, mask=n < N), new + at_c, n, N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ def _launch(step: Launch) -> str:
     grid = " x ".join(map(str, step.grid))
     names = step.kernel.arg_names[len(step.args) :]
     tma = ["TMA"] if any(isinstance(a, Tile) for a in step.args) else []
-    words = [_constant(name, value) for name, value in zip(names, step.constexprs, strict=True) if name != "TMA"]
+    each = zip(names, step.constexprs, strict=True)
+    named = chain.from_iterable(v._asdict().items() if hasattr(v, "_asdict") else [(name, v)] for name, v in each)
+    words = [_constant(name, value) for name, value in named if name != "TMA"]
     start = ["starts before the kernel ahead ends"] if step.pdl else []
     return ", ".join(
         [f"grid {grid}", *filter(None, words), *tma, f"{step.num_warps} warps", f"{step.num_stages} stages", *start]
