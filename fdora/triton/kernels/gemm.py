@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.dropout import keep_tile
 from fdora.triton.kernels.product import TMA, finish, products, tile_of_product
-from fdora.triton.kernels.tile import Matrix, halves, vector, zeros
+from fdora.triton.kernels.tile import Matrix, halves, zeros
 from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 
 LEAST = tl.constexpr(2.0**-80)  # sums of 2^32 in units of the largest scale are finite, and what is lost is below 2^-55
