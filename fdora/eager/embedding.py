@@ -56,7 +56,7 @@ def embedding_bwd(
     if needs.m or needs.c:
         assert u is not None
         each = wide * u
-        dm = _by_row(each.sum(1, keepdim=True) / floored, flat, V, how, acc)[0] if how.per_row else each.sum(0) / floored
+        dm = _by_row(each.sum(1) / floored[:, 0], flat, V, how, acc) if how.per_row else each.sum(0) / floored
         if needs.c:
             assert c is not None
             total = dm.to_dense() if dm.is_sparse else dm
@@ -66,13 +66,14 @@ def embedding_bwd(
 
 
 def _by_row(each: Tensor, flat: Tensor, V: int, how: Lookup, dtype: torch.dtype) -> Tensor:
-    """Of values (T, r) for each token: (r, V), the sums over the tokens of each row of the table."""
+    """Of values (T, r) for each token: (r, V), the sums over the tokens of each row of the table; of (T,) (V,)."""
+    shape, columns = (*each.shape[1:], V), each if each.dim() == 2 else each[:, None]
     if not how.sparse:
-        return cast(segment_sum(each, flat, V).T, dtype)
-    rows, sums = sums_by_number(each, flat, how.padding_idx)
-    r, n = each.shape[1], rows.shape[0]
-    at = torch.stack([torch.arange(r, device=rows.device).repeat_interleave(n), rows.repeat(r)])
-    return torch.sparse_coo_tensor(at, cast(sums.T, dtype).reshape(-1), (r, V), is_coalesced=True, check_invariants=False)
+        return cast(segment_sum(columns, flat, V).T, dtype).reshape(shape)
+    rows, sums = sums_by_number(columns, flat, how.padding_idx)
+    r, n = columns.shape[1], rows.shape[0]
+    at = torch.stack([torch.arange(r, device=rows.device).repeat_interleave(n), rows.repeat(r)])[-len(shape) :]
+    return torch.sparse_coo_tensor(at, cast(sums.T, dtype).reshape(-1), shape, is_coalesced=True, check_invariants=False)
 
 
 def _rows(flat: Tensor, W: Tensor, A: Tensor, B: Tensor, how: Lookup) -> Tensor:
@@ -113,6 +114,8 @@ def segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
 
 def sums_by_number(values: Tensor, ids: Tensor, skip: int | None) -> tuple[Tensor, Tensor]:
     """The numbers that occur, but for ``skip``, ascending (n,), and their sums (n, r). The host waits to hear how many."""
+    if ids.is_meta:  # explain's tensors have no numbers: as if all tokens differed
+        return ids, values
     if skip is not None:
         kept = ids != skip
         values, ids = values[kept], ids[kept]

@@ -17,13 +17,12 @@ class Asked(Exception):
 
 
 def refused(fn, args, kwargs):
-    """By explain(): experts of codes, and a gradient that torch counts rows for; of other codes of a bank it does not name the
-    plan that decodes. What plain torch alone has is no plan."""
+    """By explain(): experts of codes; of other codes of a bank it does not name the plan that decodes. What plain torch alone
+    has is no plan."""
     weights = (
         [la.W for la in args[1:]] if fn is dora_experts_mlp else args[1:2] if fn in (dora_experts, dora_linear_multi) else ()
     )
-    counted = kwargs.get("sparse") and kwargs["norm_axis"] == 1
-    return any(isinstance(W, QuantWeight) for W in weights) or (fn is dora_embedding and ("max_norm" in kwargs or counted))
+    return any(isinstance(W, QuantWeight) for W in weights) or (fn is dora_embedding and "max_norm" in kwargs)
 
 
 def call(name, k, options):
