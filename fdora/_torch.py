@@ -124,13 +124,15 @@ def stays(t: Tensor) -> Tensor:
     return t
 
 
-def needs_dispatcher(t: Tensor) -> bool:
-    """Whether torch must see an op as an op: a compiler, torch.func, a tensor subclass, or a dispatch mode that counts ops.
+def needs_dispatcher(t: Tensor | list[Tensor]) -> bool:
+    """Whether torch must see an op as an op: a compiler, torch.func, a tensor subclass, or a dispatch mode that counts ops. A
+    list is asked about its first tensor.
 
     Otherwise a launcher is called as plain Python: the op costs the host several us, and 1 ms in a training loop, where it
     takes the interpreter lock again while the autograd thread still holds it (H100 host, torch 2.11).
     """
-    return is_traced() or type(t) not in PLAIN or dispatch_modes() > 0
+    kind = type(t[0]) if type(t) is list and t else type(t)
+    return is_traced() or kind not in PLAIN or dispatch_modes() > 0
 
 
 class Direct:

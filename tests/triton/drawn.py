@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fdora.functional import dora_embedding, dora_experts, dora_experts_mlp, dora_linear_multi
+from fdora.functional import dora_embedding, dora_experts, dora_experts_mlp
 from fdora.functional.explain import CALLS
 from fdora.quant import QuantWeight
 from tests import cases, device
@@ -17,11 +17,8 @@ class Asked(Exception):
 
 
 def refused(fn, args, kwargs):
-    """By explain(): experts of codes; of other codes of a bank it does not name the plan that decodes. What plain torch alone
-    has is no plan."""
-    weights = (
-        [la.W for la in args[1:]] if fn is dora_experts_mlp else args[1:2] if fn in (dora_experts, dora_linear_multi) else ()
-    )
+    """By explain(): experts of codes. What plain torch alone has is no plan."""
+    weights = [la.W for la in args[1:]] if fn is dora_experts_mlp else args[1:2] if fn is dora_experts else ()
     return any(isinstance(W, QuantWeight) for W in weights) or (fn is dora_embedding and "max_norm" in kwargs)
 
 
