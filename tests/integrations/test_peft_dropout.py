@@ -10,6 +10,8 @@ from torch import nn
 
 from fdora import FdoraError
 from fdora.eager.dropout import drop
+from fdora.functional import group
+from fdora.functional._seed import seed_tensor
 from fdora.integrations._peft import calls
 from fdora.integrations._peft import layer as layers
 from fdora.integrations.peft import disable, enable, enabled, report, restore, use_fdora
@@ -34,8 +36,10 @@ def without_B(model):
 
 @pytest.fixture
 def kernels_draw(monkeypatch):
-    """As where kernels run, here on the eager backend: a layer with dropout is one call, whose mask follows a seed."""
+    """As where kernels run, here on the eager backend: a layer with dropout is one call, whose mask follows a seed. Layers of
+    one call draw theirs one by one, as they do alone."""
     monkeypatch.setattr(calls, "draws", lambda *_: True)
+    monkeypatch.setattr(group, "drawn", lambda count, device: [seed_tensor("", None, device) for _ in range(count)])
 
 
 def dense(module, kind):
