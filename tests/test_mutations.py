@@ -170,7 +170,7 @@ FAULTS = [
     ("embedding", "_by_row(matmul(dz, scaled(B, how.s, t)), flat", "_by_row(matmul(dz, B.to(t)), flat", embedding),
     ("embedding", "dB = cast(how.s * matmul", "dB = cast(matmul", embedding),
     ("embedding", "each.sum(1) / floored[:, 0]", "each.sum(1)", embedding),
-    ("embedding", "else each.sum(0) / floored", "else each.sum(0) / g", embedding),
+    ("embedding", "dm = each.sum(0) / floored", "dm = each.sum(0) / g", embedding),
     ("embedding", "torch.where(c > eps(), -total * scale(m, c), 0)", "-total * scale(m, c)", embedding),
     ("embedding", "-total * scale(m, c)", "total * scale(m, c)", embedding),
     ("embedding", "sums_by_number(columns, flat, how.padding_idx)", "sums_by_number(columns, flat, None)", embedding),

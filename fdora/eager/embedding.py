@@ -56,10 +56,11 @@ def embedding_bwd(
     if needs.m or needs.c:
         assert u is not None
         each = wide * u
-        dm = _by_row(each.sum(1) / floored[:, 0], flat, V, how, acc) if how.per_row else each.sum(0) / floored
+        of_rows = each.sum(1) / floored[:, 0] if how.per_row else None
+        dm = each.sum(0) / floored if of_rows is None else _by_row(of_rows, flat, V, how, acc)
         if needs.c:
             assert c is not None
-            total = dm.to_dense() if dm.is_sparse else dm
+            total = dm if of_rows is None else segment_sum(of_rows[:, None], flat, V)[:, 0]
             dc = torch.where(c > eps(), -total * scale(m, c), 0)
         dm = (dm.to(m.dtype).coalesce() if dm.is_sparse else cast(dm, m.dtype)) if needs.m else None
     return dA, dB, dm, dc

@@ -216,7 +216,9 @@ def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig)
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
     dx, la = of.dx, of.la
     dz8, codes, scales = for_dx(plan, dz, la.W)
-    right = Operand(codes, in_dtype(plan, la.A, dz.dtype).T, trans=True)
+    # by rows of A the largest ranks spill 16 bytes on sm_100
+    A = stacked(plan, [la.A.T], dz.dtype) if plan.device.capability >= 100 else in_dtype(plan, la.A, dz.dtype).T
+    right = Operand(codes, A, trans=True)
     end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
     gemm(plan, dx, dz8, dh, right, end, Masked(la.seed, of.dropout.p), config=config, scales=scales)
     return BACKWARD

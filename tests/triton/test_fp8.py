@@ -300,13 +300,16 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
     choose, W = fp8.fp8_config, Coded((N, K), Codes8("e4m3", mode, block, 1.0))
     saved = [likes[0], alike(M, 2 * r, dtype=BF16), *[alike(M, N, dtype=BF16)] * 4]
     of_forward = [likes[0], None, *likes[3:], *likes[1:3]], gpu(target), 0.0, "lora", ("pre_scale",), True
-    two = [*saved, *[None, *likes[3:]] * 2, *likes[1:3] * 2]  # the second layer adds its dx to that of the first
+    layers = [None, *likes[3:]]
+    two = [*saved, *layers * 2, *likes[1:3] * 2]  # the second layer adds its dx to that of the first
+    masked = [*saved, *[*layers[:-1], alike(dtype=torch.int64)] * 2, *likes[1:3] * 2]
     needs = (True, True, True, False, True) * 2
-    of_backward = two, gpu(target), 0.0, "lora", (True, True), True, needs
+    of_backward = gpu(target), 0.1, "lora", (True, True), True, needs
     for config in tiles(r, mode == "block", target) if by_tma else [None]:
         one = lambda of, *to, config=config: choose(of, *to) and (config or choose(of, *to))  # noqa: E731
         monkeypatch.setattr(fp8, "fp8_config", one)
-        plans = [plan_forward(*of_forward, *written([W]), False, True), plan_backward(*of_backward, *written([W, W]), True)]
+        plans = [plan_forward(*of_forward, *written([W]), False, True)]
+        plans += [plan_backward(given, *of_backward, *written([W, W]), True) for given in (two, masked)]
         assert (fp8.FORWARD in plans[0].path) == (not by_tma or N > 137)
         assert (fp8.BACKWARD in plans[1].path) == (by_tma and N > 137)
         if r != 384:  # of many adapters: with all ranks inside, and alone
@@ -318,8 +321,8 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
             plans.append(multi.plan_backward([*given, *of_bank], gpu(target), False, (), 0.0, wanted, *written([W])))
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
-        made = build(step, target)
-        assert_fits(made, target, tmp_path)
+        made, args = build(step, target), dict(zip(step.kernel.arg_names, step.args, strict=False))
+        assert_fits(made, target, tmp_path, 128 if args.get("seed") else 0)  # a mask, once before the loop over codes
         if step.kernel.__name__ == "turn_kernel":
             assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
         if step.kernel.__name__ in ("fp8_gemm_kernel", "gemm_tma_kernel") and N > 137:
