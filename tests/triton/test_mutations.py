@@ -49,7 +49,7 @@ FAULTS = [
     ("conv", "gn = tl.load(g + m % N)[:, None]\n", "gn = tl.load(g + m * 0)[:, None]\n"),
     ("conv", "at = ((m // N).to(tl.int64) * strips + strip) * N", "at = ((m // N).to(tl.int64) * strips) * N"),
     ("multi", "bt = tl.where(inside[None, :], bt, 0.0).to(h", "bt = bt.to(h"),  # what lies beyond a rank
-    ("experts", "pair // k, n), mask=within(i, n, M, N)", "pair // (k + 1), n), mask=within(i, n, M, N)"),
+    ("experts", "(there // k, t)", "(there // (k + 1), t)"),
 ]
 
 

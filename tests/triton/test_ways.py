@@ -140,7 +140,7 @@ FAULTS = [
     ),
     ("tiles by tma", "right, skip = tails, at", "right, skip = tails, 0"),
     ("tiles by tma", "base = tl.load(route + ROUTE * at_row + 3) - steps_k", "base = -steps_k"),
-    ("sums in parts", "tl.load(partial + (strip + a).to", "tl.load(partial + (strip + 0 * a).to"),
+    ("sums in parts", "vector(partial + (strip + a).to", "vector(partial + (strip + 0 * a).to"),
     ("experts by tma", "x, w, row, i * BLOCK_K, own * W_SPAN", "x, w, row, i * BLOCK_K, 0"),
     ("experts by tma", '"W_SPAN": (N if trans_b else K) if', '"W_SPAN": N if'),
     ("experts by tma", "elif row + v.shape[0] > M:", "elif row + v.shape[0] > M + 4:"),
@@ -153,7 +153,7 @@ FAULTS = [
     ("a large tile", "range(first, min(first + SPAN, D), BLOCK_D)", "range(first, min(first + BLOCK_D, D), BLOCK_D)"),
     ("walks of one stage", "_numbers(ids, i + step, T, BLOCK_T)", "_numbers(ids, i + 1, T, BLOCK_T)"),
     ("walks", "gd = g_tile(m, c, d, D)\n        for i", "gd = g_tile(m, c, d * 0, D)\n        for i"),
-    ("two launches", "tl.store(g + at, gd, mask=at < D)", "tl.store(g + at, gd, mask=at < D - 1)"),
+    ("two launches", "put(gd, g, at, D)", "put(gd, g, at, D - 1)"),
     ("few rows at a time", "hi if LO_FIRST else lo, mask=mask)", "hi, mask=mask)"),
     (
         "factors",
