@@ -60,7 +60,7 @@ def embedding_bwd(
         dm = each.sum(0) / floored if of_rows is None else _by_row(of_rows, flat, V, how, acc)
         if needs.c:
             assert c is not None
-            total = dm if of_rows is None else segment_sum(of_rows[:, None], flat, V)[:, 0]
+            total = segment_sum(of_rows[:, None], flat, V)[:, 0] if of_rows is not None and how.sparse else dm
             dc = torch.where(c > eps(), -total * scale(m, c), 0)
         dm = (dm.to(m.dtype).coalesce() if dm.is_sparse else cast(dm, m.dtype)) if needs.m else None
     return dA, dB, dm, dc

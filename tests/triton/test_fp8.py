@@ -322,7 +322,8 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made, args = build(step, target), dict(zip(step.kernel.arg_names, step.args, strict=False))
-        assert_fits(made, target, tmp_path, 128 if args.get("seed") else 0)  # a mask, once before the loop over codes
+        masked_spills = args.get("seed") and (mode == "block" or target >= 100)  # 112 bytes, once before the loop over codes
+        assert_fits(made, target, tmp_path, 112 if masked_spills else 0)
         if step.kernel.__name__ == "turn_kernel":
             assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
         if step.kernel.__name__ in ("fp8_gemm_kernel", "gemm_tma_kernel") and N > 137:

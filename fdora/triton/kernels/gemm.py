@@ -61,6 +61,16 @@ def slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl.
 
 
 @triton.jit
+def _low_rank(acc, h, b, row, col, steps, ONE: tl.constexpr, TRANS_B: tl.constexpr, BLOCK_R: tl.constexpr):
+    """acc + h b. ONE: in one step, without a loop, which a flattened loop over tiles must not have."""
+    if ONE:
+        acc = _slab(acc, h, b, row, col, 0, TRANS_B)
+    else:
+        acc = slabs(acc, h, b, row, col, steps, TRANS_B, BLOCK_R)
+    return acc
+
+
+@triton.jit
 def scaled_codes(
     acc, x, w, x_scale, w_scale, row, col, M, N, K, groups,
     BN: tl.constexpr, BK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, down=0, along=0,
@@ -131,21 +141,17 @@ def gemm_tma_kernel(
         if x_scale is not None:
             acc = zeros(BLOCK_M, BLOCK_N)
             if MASKED:
-                if ONE_SLAB:
-                    acc = _slab(acc, h, b, row, col, 0, TRANS_R)
-                else:
-                    acc = slabs(acc, h, b, row, col, steps_r, TRANS_R, BLOCK_R)
+                acc = _low_rank(acc, h, b, row, col, steps_r, ONE_SLAB, TRANS_R, BLOCK_R)
                 acc = _masked(acc, row, col, seed, threshold, keep_scale, ORIGIN, BLOCK_M, BLOCK_N)
             acc = scaled_codes(
                 acc, x, w, x_scale, w_scale, row, col, M, N, K, groups, BN, BK, BLOCK_M, BLOCK_N, BLOCK_K, EMPTY=not MASKED
             )
-            if seed is not None and not MASKED:  # of what is dropped alone
-                keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
-                acc = tl.where(keep, 0.0, acc)
-            if ONE_SLAB and not MASKED:
-                acc = _slab(acc, h, b, row, col, 0, TRANS_R)
-            elif h is not None and not MASKED:
-                acc = slabs(acc, h, b, row, col, steps_r, TRANS_R, BLOCK_R)
+            if not MASKED:
+                if seed is not None:  # of what is dropped alone
+                    keep = keep_tile(seed, threshold, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), ORIGIN)
+                    acc = tl.where(keep, 0.0, acc)
+                if h is not None:
+                    acc = _low_rank(acc, h, b, row, col, steps_r, ONE_SLAB, TRANS_R, BLOCK_R)
         elif seed is not None:
             acc = zeros(BLOCK_M, BLOCK_N)
             acc = slabs(acc, h, b, row, col, steps_r, TRANS_B, BLOCK_K)
