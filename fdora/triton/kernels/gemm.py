@@ -63,11 +63,7 @@ def slabs(acc, left, right, row, col, steps, TRANS_B: tl.constexpr, BLOCK_K: tl.
 @triton.jit
 def _low_rank(acc, h, b, row, col, steps, ONE: tl.constexpr, TRANS_B: tl.constexpr, BLOCK_R: tl.constexpr):
     """acc + h b. ONE: in one step, without a loop, which a flattened loop over tiles must not have."""
-    if ONE:
-        acc = _slab(acc, h, b, row, col, 0, TRANS_B)
-    else:
-        acc = slabs(acc, h, b, row, col, steps, TRANS_B, BLOCK_R)
-    return acc
+    return _slab(acc, h, b, row, col, 0, TRANS_B) if ONE else slabs(acc, h, b, row, col, steps, TRANS_B, BLOCK_R)
 
 
 @triton.jit
