@@ -23,25 +23,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora.triton.hash import UNGUARDED
 from fdora.triton.kernels.multi_norm import (
     multi_norm_kernel,
     strip_norm_kernel,
     strip_root_kernel,
 )
-from fdora.triton.kernels.norm import norm_kernel
 from fdora.triton.multi_rows import rank_table
+from fdora.triton.norm import squares
 from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.split import Factors
 from fdora.triton.sums import column_sums
-from fdora.triton.tiles.configs import norm_config, power_of_two
+from fdora.triton.tiles.configs import MAX_N, MIN_K, norm_config, power_of_two
 
 SMALL_R = 32
 ROOT_N, ROOT_K = 64, 64
-EACH = "next_w stride_wn stride_wk next_a stride_ar stride_ak next_b stride_bn stride_br"  # of experts
 # Of ||W_n||^2 + ||s (B A)_n||^2: at this share errors of 1e-7 in each term are at most 4e-7 of c^2. A random update of any
 # size leaves 1 but for some 1 / sqrt(K), and a trained one has to lie against W as much as along it to come near.
 CANCELLED = 0.5
@@ -89,23 +87,25 @@ def plan_bank_norm(
     room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
     if half and half_weight and not own_W and R <= SMALL_R and room:
         return _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
+    if own_W:
+        rows = N if max_bytes is None else max(MAX_N, max_bytes // (4 * max(1, cdiv(K, MIN_K)) * G))
+        for i in range(0, N, max(1, rows)):
+            of = Factors(A, B.rows(i, i + rows, 1), None, None)
+            column_sums(plan, squares(plan, W.rows(i, i + rows, 1), of, s), c.columns(i, i + rows), sqrt=True)
+        return
     config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
     block_n, block_k, block_r = config[:3]
     tiles = cdiv(K, block_k)
     rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
     even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
     for i in range(0, N, max(1, rows)):
-        w, b = W.rows(i, i + rows, -2), B.rows(i, i + rows, 1)
+        w, b = W.rows(i, i + rows), B.rows(i, i + rows, 1)
         own = b.shape[1]
         partial = plan.temp((G, tiles, own))
-        blocks = cdiv(own, block_n) * tiles
-        given = {"W": w, "A": A, "B": b, "s": s, "partial": partial, "N": own, "K": K, "R": R}
-        if own_W:
-            given |= named(EACH, (*w.stride, *A.stride, *b.stride)) | {"EVEN": 2 * even, "span": None}
-            plan.launch(norm_kernel, (blocks, G), given, Factors(A, b, None, None), UNGUARDED, config)
-        else:  # a tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program
-            given |= {"G": G, "ranks": table, "slabs": cdiv(R, block_r), "EVEN": even}
-            plan.launch(multi_norm_kernel, (blocks,), given, config._replace(num_warps=8))
+        given: dict[str, Any] = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial}
+        given |= {"N": own, "K": K, "R": R, "G": G, "slabs": cdiv(R, block_r), "EVEN": even}
+        # A tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program.
+        plan.launch(multi_norm_kernel, (cdiv(own, block_n) * tiles,), given, config._replace(num_warps=8))
         column_sums(plan, partial, c.columns(i, i + own), sqrt=True)
 
 

@@ -35,7 +35,8 @@ from fdora.triton.sums import chosen, column_sums
 from fdora.triton.tiles.configs import MIN_K, NormConfig, norm_config
 
 PATH = "one pass over W, nothing of its size written"
-ALONE = named("next_w next_a next_b", (None,) * 3)
+NEXT = "next_w next_a next_b"  # from one expert to the next
+ALONE = named(NEXT, (None,) * 3)
 SPLIT = "; float32 factors as float16 ones of three times the rank"
 
 
@@ -117,7 +118,7 @@ def norm(
         if isinstance(W, Packed):
             partial = squares_of_codes(plan, W, of, s, part, dense, first + i)
         else:
-            partial = _squares(plan, W.rows(i, j), of, s, part)
+            partial = squares(plan, W.rows(i, j), of, s, part)
         if guard is UNGUARDED:
             column_sums(plan, partial, rows, sqrt=not squared)
         else:
@@ -126,21 +127,26 @@ def norm(
         plan.path += SPLIT
 
 
-def _squares(plan: Builder, W: Array, of: Factors, s: Scalar, guard: Guard) -> Array:
-    """(tiles or strips along K, N): sums of squares of the rows of W + s B A."""
+def squares(plan: Builder, W: Array, of: Factors, s: Scalar | Array, guard: Guard = UNGUARDED) -> Array:
+    """(tiles or strips along K, N): sums of squares of the rows of W + s B A. Of experts, each array with an axis more, as many
+    of these."""
+    owners, next_one = W.shape[:-2], ALONE
+    if owners:
+        next_one = named(NEXT, (t.stride[0] for t in (W, of.A, of.B)))
+        W, of = W[0], of._replace(A=of.A[0], B=of.B[0])
     (N, K), (A, B, *_), half = W.shape, of, W.itemsize == 2
-    aligned = half and all(is_tma_compatible(t) for t in (W, A, B))
+    aligned = half and not owners and all(is_tma_compatible(t) for t in (W, A, B))  # a descriptor is of one matrix
     # Pointers that Triton knows to be of 16 bytes: by what it sees of a number, whether 16 divides it. Of B one slab is read.
     whole = half and all(is_tma_compatible(t) and t.stride[0] % 16 == 0 for t in (W, A)) and K % 16 == 0
     config = norm_config(A.shape[0], A.itemsize == 2, plan.device.capability, aligned, half, K if whole else 0)
     tiles = cdiv(K, config.SPAN or config.BLOCK_K)
-    partial = plan.temp((tiles, N))
+    partial = plan.temp((*owners, tiles, N))
     programs, guarded = cdiv(N, config.BLOCK_N) * tiles, guard is not UNGUARDED
     if guarded or config.TMA:
         programs = min(programs, config.PROGRAMS * plan.device.num_sms)
     given = tiled(config, W, A, B) | {"partial": partial, "s": s, "span": config.SPAN or None}
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
-    plan.launch(norm_kernel, (programs,), given, of, guard, config, ALONE, pdl=guarded and plan.pdl)
+    plan.launch(norm_kernel, (programs, *owners), given, of, guard, config, next_one, pdl=guarded and plan.pdl)
     return partial
 
 
