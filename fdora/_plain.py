@@ -35,6 +35,7 @@ class Route(NamedTuple):
     s: float
     entries: tuple[Entry, ...]  # the layer itself comes first
     size: int  # how many parameters
+    how: Any = None  # what else its call is made with, known by who follows the route
 
 
 Found = tuple[Any, ...]  # the variant, s, and the parameters of all entries in their order

@@ -93,17 +93,31 @@ def layers(x: Tensor, operands: Sequence[Operands], call: Call, residual: Tensor
     return found[:1] if call.act is not None else found[: len(operands)]
 
 
-def bound(tensors: tuple[Tensor | None, ...], call: Call) -> Call:
-    """For all calls of plain tensors with these facts where nothing traces: x, and the operands of all
-    layers, W dense, A and c given."""
-    ops = OPS[call.backend]
-    if call.act is None:
-        return filled(call, None, ops.layers_bound(tensors, call.options, call.drop))
-    return filled(call, None, ops.mlp_bound(tensors, call.options, call.drop, call.act))
+def bound(tensors: tuple[Tensor | None, ...], call: Call, autocast: bool = False) -> Call:
+    """For all calls of plain tensors with these facts where nothing traces: x as products take it, and
+    the flat operands of all layers, A and c given. ``autocast``: calls come under it."""
+    ops, act = OPS[call.backend], () if call.act is None else (call.act,)
+    bind = ops.mlp_bound if act else ops.layers_bound
+    run = bind(tensors, call.options, call.drop, *act, specs=call.specs or (), fp8=call.fp8)
+    return filled(call, call.specs, without_autocast(run, tensors[0]) if autocast else run)
+
+
+def without_autocast(run: Bound, like: Any) -> Bound:
+    """As :func:`autocast_off`, whose context takes the host as long as a launch."""
+    device = like.device.type
+
+    def bound(tensors: tuple[Any, ...]) -> Any:
+        torch.set_autocast_enabled(device, False)
+        try:
+            return run(tensors)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+    return bound
 
 
 def bound_layers(tensors: tuple[Any, ...], call: Any) -> Sequence[Tensor]:
-    """:func:`layers` of tensors for which the call is bound, without autocast."""
+    """:func:`layers` of tensors for which the call is bound."""
     if values_only():
         return call.run(tensors)[0]
     return apply_bound(call, *tensors)
@@ -301,7 +315,7 @@ class BoundLayers(Layers):
         ys, parts, kept, ctx.pre_scale = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        flat = to_save(ctx, tensors[1:], None)
+        flat = to_save(ctx, tensors[1:], call.specs)
         ctx.save_for_backward(*parts, *kept, tensors[0], *flat)
         return tuple(ys)
 

@@ -83,8 +83,8 @@ def layers_fwd(
     return ys, Saved(shared, tuple(kept), tuple(pre_scale))
 
 
-def layers_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout) -> Bound:
-    """The same of x and the operands one behind the other."""
+def layers_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, **dense: Any) -> Bound:
+    """The same of x and the operands one behind the other, every W a tensor."""
 
     def bound(tensors: tuple[Any, ...]) -> Any:
         ys, (h, kept, pre_scale, _) = layers_fwd(tensors[0], layers_in(tensors[1:]), options, drop)

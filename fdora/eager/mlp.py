@@ -29,8 +29,8 @@ def mlp_fwd(
     return y, SavedMlp(saved.h, below.h, outputs[0], outputs[1], kept, *pre), ()
 
 
-def mlp_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: Act) -> Bound:
-    """The same of x and the operands one behind the other."""
+def mlp_bound(_: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: Act, **dense: Any) -> Bound:
+    """The same of x and the operands one behind the other, every W a tensor."""
 
     def bound(tensors: tuple[Any, ...]) -> Any:
         y, saved, _ = mlp_fwd(tensors[0], layers_in(tensors[1:]), options, drop, act)

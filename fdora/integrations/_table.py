@@ -61,10 +61,14 @@ class Table:
         if not 0 <= i < self.count or self.s[i] != s:
             return False
         if isinstance(W, QuantWeight):
-            W, scales, *_ = W.tensors
-            if i not in self.coded or not _plain.unchanged((scales,), self.scales, run.of_scales, self.coded[i]):
+            if not self.has_scales(i, W, run):
                 return False
+            W = W.tensors[0]
         return _plain.unchanged((W, A, B), self.tensors, run.versions, i)
+
+    def has_scales(self, i: int, W: QuantWeight, run: Run) -> bool:
+        """Whether those of these codes are layer i's, likewise."""
+        return i in self.coded and _plain.unchanged(W.tensors[1:2], self.scales, run.of_scales, self.coded[i])
 
     def has_views(self, i: int, W: Any, A: Tensor, B: Tensor, s: float, versions: tuple[int, ...]) -> bool:
         """The same of compiled code, whose guards know the tensors: it may hand over other views of their memory."""

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -223,12 +223,15 @@ class ModelNorms:
             return None
         return run if run.captured == capturing(device) else None
 
-    def with_norms(self, x: Tensor, found: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    def with_norms(self, x: Tensor, found: list[tuple[Any, ...]], codes: Sequence[Any]) -> tuple[Any, ...] | None:
         """x, and of each layer (its variant, s, W, A, B, m, bias) the operands, with its slice; None where one has to ask by
-        itself. Under no dispatch mode."""
+        itself. Under no dispatch mode. ``codes``: the QuantWeights, if each W is the codes of one."""
         run = self.local.run
         if run is None or run.task != backward_task() or self.on_shards is not None:
             return None
-        tensors = _plain.operands(x, found, self, run.table.tensors, run.table.s, run.versions, run.c)
+        table, places = run.table, [each[0].kept.place for each in found] if codes else []
+        tensors = _plain.operands(x, found, self, table.tensors, table.s, run.versions, run.c)
+        if not all([table.has_scales(i, W, run) for i, W in zip(places, codes, strict=True)]):
+            return None
         self.used = self.used or tensors is not None
         return tensors

@@ -135,7 +135,7 @@ def use_fdora(
         for variant in ours(layer):
             variant.keep_inner, variant.detach, variant.dropout_mode = keep_inner, detach, dropout_mode
             variant.compute, variant.grad_compute, variant.transposed = compute, grad_compute, transposed
-            variant.why_decoded = why
+            variant.why_decoded, variant.route = why, None
             variant.keep(layer)
             fuse_layer(layer)
             if variant.misread(layer) is not None:

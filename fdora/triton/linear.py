@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import NO_NEEDS, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved, layers_in
+from fdora._records import NO_NEEDS, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, Saved
 from fdora._torch import PLAIN, needs_dispatcher
-from fdora.quant import QuantWeight
+from fdora.quant import QuantSpec, QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
 from fdora.triton.linear_bwd import backward, forms_of_grads, result_grads
@@ -36,6 +36,7 @@ from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.operands import (
     facts,
+    facts_of,
     fake_layers,
     fake_results,
     flat,
@@ -43,6 +44,7 @@ from fdora.triton.operands import (
     forms_norm,
     norms_of,
     read_layers,
+    specified,
 )
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Plan
@@ -84,15 +86,23 @@ def is_ready(la: Operands) -> bool:
     return la.A is not None and la.c is not None and type(la.W) is not QuantWeight
 
 
-def layers_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout) -> Bound:
-    """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
+def layers_bound(
+    tensors: tuple[Tensor | None, ...],
+    options: Sequence[Options],
+    drop: Dropout,
+    specs: Sequence[QuantSpec | None] = (),
+    fp8: bool = False,
+) -> Bound:
+    """The same for plain tensors where nothing traces, every layer with an adapter and c: the host's short way. ``specs``: of
+    each W, whose tensors lie behind all operands where it is codes."""
     scalars, saves = zip(*options, strict=True)
-    plan = plan_for(plan_forward, tensors, *drop, saves, same(scalars), (), ())
+    rounds = (False, True) if fp8 else ()
+    plan = plan_for(plan_forward, tensors, *drop, saves, same(scalars), *facts_of(specs), *rounds)
     n = len(options)
     pre = (False,) * n
     if len(plan.results) > n + 1:
         x: Any = tensors[0]
-        layers, tokens = layers_in(tensors[1:]), rows_of(x)
+        layers, tokens = specified(tensors, n, specs), rows_of(x)
         pre = tuple([saves_pre_scale(x.dtype, tokens, la, drop.mode, save) for la, save in zip(layers, saves, strict=True)])
     places = tuple([n + sum(pre[: i + 1]) if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)])
 

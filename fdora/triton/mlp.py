@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp, layers_in
+from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import needs_dispatcher
+from fdora.quant import QuantSpec
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
@@ -17,7 +18,7 @@ from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_g
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
 from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, maker, planned
-from fdora.triton.operands import facts, fake_layers, fake_results, flat, forms_in, norms_of, read_layers
+from fdora.triton.operands import facts, facts_of, fake_layers, fake_results, flat, forms_in, norms_of, read_layers, specified
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Plan
@@ -47,16 +48,23 @@ def mlp_fwd(
     return unpacked(results, x, layers, saves, drop.mode)
 
 
-def mlp_bound(tensors: tuple[Tensor | None, ...], options: Sequence[Options], drop: Dropout, act: str) -> Bound:
-    """The same for plain tensors where nothing traces, every layer with a dense W, an adapter and c: the host's short way."""
+def mlp_bound(
+    tensors: tuple[Tensor | None, ...],
+    options: Sequence[Options],
+    drop: Dropout,
+    act: str,
+    specs: Sequence[QuantSpec | None] = (),
+    fp8: bool = False,
+) -> Bound:
+    """The same as of layers_bound."""
     s, saves = zip(*options, strict=True)
-    plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act)
+    plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, *facts_of(specs), fp8)
     has_y, more = saves[2] != "nothing", len(plan.results) > 5
 
     def bound(tensors: tuple[Any, ...]) -> Any:
         results = run(plan, tensors, s)
         if more:
-            y, saved, _ = unpacked(results, tensors[0], layers_in(tensors[1:]), saves, drop.mode)
+            y, saved, _ = unpacked(results, tensors[0], specified(tensors, 3, specs), saves, drop.mode)
             return [y], *saved.apart()
         y, *parts = results
         return [y], tuple(parts), (None, None, y if has_y else None), (False,) * 3

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import WIDTH, Operands
-from fdora.quant import QuantWeight
+from fdora._records import WIDTH, Operands, layers_in
+from fdora.quant import QuantSpec, QuantWeight
 from fdora.triton.codes import coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.op import Likes
 from fdora.triton.runtime.builder import Builder
@@ -38,6 +38,19 @@ def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
 def facts(layers: Sequence[Operands]) -> tuple[list[str], list[int]]:
     """Of each W that is codes."""
     return written([coded_of(la.W) if type(la.W) is QuantWeight else None for la in layers])
+
+
+def facts_of(specs: Sequence[QuantSpec | None]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The same, as a plan takes them; empty where every W is a tensor."""
+    text, numbers = written([None if spec is None else coded_of(spec) for spec in specs])
+    return tuple(text), tuple(numbers)
+
+
+def specified(tensors: Sequence[Any], count: int, specs: Sequence[QuantSpec | None]) -> list[Any]:
+    """The layers of x and flat operands, of a W of codes what it stands for."""
+    layers = layers_in(tensors[1 : 1 + WIDTH * count])
+    each = zip(layers, specs or [None] * count, strict=True)
+    return [la if spec is None else la._replace(W=coded_of(spec)) for la, spec in each]
 
 
 def with_norms(operands: Sequence[Any], c: Sequence[Tensor]) -> list[Any]:

@@ -20,10 +20,11 @@ from fdora import _facts, _plain
 from fdora._check import FLOATS
 from fdora._dispatch import forced
 from fdora._plain import Entry, Names, Route
-from fdora._records import WIDTH, DropoutMode
+from fdora._records import WIDTH, Dropout, DropoutMode
 from fdora._torch import PLAIN, any_autocast, autocast_on, dispatch_modes, is_traced, jit_tracing
 from fdora.functional import DoraLayer, prepared, select_backend
-from fdora.functional.prepared import check_detach, is_opaque, linears
+from fdora.functional.prepared import check_detach, drawn, is_decoded, is_opaque, linears
+from fdora.integrations._peft.quantised import SCALE, SCALE_INV, decoded
 from fdora.integrations._peft.sharded import HOOKS
 from fdora.quant import QuantWeight
 
@@ -120,14 +121,21 @@ def remember(key: tuple, value: Any) -> Any:
 
 
 def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "") -> tuple[tuple[Any, ...], Any] | None:
-    """What prepared.call takes: a call of which nothing is left to check, with norms, counted.
+    """What prepared.call takes: a call of which nothing is left to check, with norms and seeds, counted.
     Where neither Dynamo nor torch.func looks on. ``alone``: the layer itself was called."""
     found = _plain.follow(layers, PEFT, alone)
-    if found is None or any_autocast() or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
+    if found is None or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
         return None
+    how, autocast = found[0][0].route.how, any_autocast() and autocast_on(x)
+    codes = codes_of(found, x.dtype) if how.codes else ()
+    if codes is None or (len(found) > 1 and any([each[0].route.how != how for each in found])):
+        return None
+    of = Asked(x, found, codes, how, act)
+    found = [each[:7] for each in found] if codes else found
+    cast = x.to(torch.get_autocast_dtype(x.device.type)) if autocast and x.dtype != torch.float64 else x
     norms = found[0][0].kept.norms
-    tensors = None if norms is None else norms.with_norms(x, found)
-    if tensors is None and (tensors := with_own_norms(x, found, act)) is None:
+    tensors = None if norms is None else norms.with_norms(cast, found, codes)
+    if tensors is None and (tensors := with_own_norms(of, cast)) is None:
         return None
     saved: tuple[bool, ...] = ()
     scalars: tuple[float, ...] = ()
@@ -138,33 +146,80 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
             return None
         asked = m.requires_grad
         if full:
-            check_detach("use_fdora", W)
+            check_detach("use_fdora", codes[0] if codes else W)
             asked = asked or A.requires_grad or B.requires_grad
         elif not variant.detach:
-            c = variant.with_gradient(tensors[at + 4], W, A, B, s)
+            c = variant.with_gradient(tensors[at + 4], codes[0] if codes else W, A, B, s)
             tensors, asked = (*tensors[: at + 4], c, *tensors[at + 5 :]), asked or c.requires_grad
         at += WIDTH
         saved, scalars, keep_inner = (*saved, grad and asked), (*scalars, s), keep_inner or variant.keep_inner
-    key = _facts.facts(tensors), scalars, saved, keep_inner, act, full, forced()
+    if codes:
+        behind = [t for W in codes for t in W.tensors]
+        tensors = (*[None if i % WIDTH == 1 else t for i, t in enumerate(tensors)], *behind)
+    specs = tuple([W.spec for W in codes])
+    key = _facts.facts(tensors), scalars, saved, keep_inner, act, full, forced(), how, specs, autocast
     call = _known.get(key)
+    if call is None and (key[0] is None or not backend_of(of)):  # a norm may be what the others are not
+        return None
+    if how.p:  # drawn for this call alone
+        seeds, at = drawn(len(found), x.device), WIDTH * len(found) + 1
+        tensors = (*[seeds[i // WIDTH - 1] if i and i % WIDTH == 0 else t for i, t in enumerate(tensors[:at])], *tensors[at:])
     if call is None:
-        backend = "" if key[0] is None else backend_of(x, found, act)  # a norm may be what the others are not
-        if not backend:
-            return None
-        call = remember(key, prepared.bind(tensors, *key[1:4], backend, full, act or None))
+        drop = Dropout(how.p, how.mode)
+        bound = prepared.bind(
+            tensors, scalars, saved, keep_inner, backend_of(of), full, act or None, drop, how.computes, specs, autocast
+        )
+        call = remember(key, bound)
     for each in found:
         each[0].calls[FUSED] += 1
+        if how.computes[0]:
+            each[0].calls[CODES] += 1
     return tensors, call
 
 
-def with_own_norms(x: Tensor, found: list[Any], act: str) -> tuple[Any, ...] | None:
-    """Where the model's hook gives none."""
-    missing = [t is None for each in found for t in each[2:6]]
-    if any(missing) or any([each[2].requires_grad for each in found]) or not backend_of(x, found, act):
+class How(NamedTuple):
+    """What a route knows of a call beside its modules; the same for all layers of one."""
+
+    p: float
+    mode: DropoutMode
+    computes: Any
+    codes: bool
+    """Whether W is codes: their scales come behind what else was found."""
+
+
+class Asked(NamedTuple):
+    """A call of layers whose routes were followed."""
+
+    x: Tensor
+    found: Sequence[Any]
+    codes: Sequence[QuantWeight]
+    how: How
+    act: str
+
+    def calls(self) -> list[Call]:
+        """As call_of makes them."""
+        p, mode, (compute, _), _ = self.how
+        weights = self.codes or [each[2] for each in self.found]
+        each = zip(self.found, weights, strict=True)
+        return [Call(of[0], W, *of[3:7], of[1], p, mode, None, compute) for of, W in each]  # type: ignore[call-arg]
+
+
+def codes_of(found: Sequence[Any], dtype: torch.dtype) -> list[QuantWeight] | None:
+    """The weights of layers that hold codes and scales, as they were made for the last call; None where one is made anew."""
+    if any([len(each) == 7 for each in found]):
+        return None
+    known = [each[0].held.known((each[2], each[7]), each[2].data_ptr(), (dtype, each[0].transposed)) for each in found]
+    return None if any([W is None for W in known]) else known
+
+
+def with_own_norms(of: Asked, x: Tensor) -> tuple[Any, ...] | None:
+    """Where the model's hook gives none. ``x`` is as products take it."""
+    missing = [t is None for each in of.found for t in each[2:6]]
+    if any(missing) or any([each[2].requires_grad for each in of.found]) or not backend_of(of):
         return None
     tensors: list[Any] = [x]
-    for variant, s, W, A, B, m, bias in found:
-        tensors += W, A, B, m, variant.kept.eager(W, W, A, B, s), bias, None
+    for each, (variant, W, A, B, m, bias, s, *_) in zip(of.found, of.calls(), strict=True):
+        tensors += each[2], A, B, m, variant.kept.eager(each[2], W, A, B, s), bias, None
     return tuple(tensors)
 
 
@@ -172,25 +227,33 @@ def keep_route(layer: Any, call: Call) -> None:
     """For the calls that follow this one, which had nothing left to check."""
     variant, name = call.variant, layer._active_adapter
     name, variant.route = name[0] if type(name) is list else name, None
-    if variant.tail is not None or type(call.s) is not float:  # who has a tail may be told more
+    if variant.tail is not None or type(call.s) is not float or call.dtype is not None:  # who has a tail may be told more
         return
     if not {int, float}.issuperset(map(type, layer.scaling.values())):  # compared by ==, which tensors do not answer
         return
     looked_at = ("_disable_adapters", "merged_adapters", "fan_in_fan_out", "training")
     own = {at: getattr(layer, at) for at in looked_at} | {"merged_adapters": [], "scaling": dict(layer.scaling)}
+    base, dropout, codes = layer.base_layer, layer.lora_dropout[name], isinstance(call.W, QuantWeight)
     entries = [
         Entry((), type(layer), (), tuple(own.items())),
-        Entry(("base_layer",), nn.Linear, ("weight",)),
+        Entry(("base_layer",), type(base), ("weight",)),
         Entry(("lora_A", name), nn.Linear, ("weight",)),
         Entry(("lora_B", name), nn.Linear, ("weight",)),
         Entry(("lora_magnitude_vector", name), DoraLinearLayer, ("weight",)),
-        Entry(("base_layer",), nn.Linear, ("bias",)),
+        Entry(("base_layer",), type(base), ("bias",)),
     ]
     if layer.training:  # else its dropout drops nothing
-        entries.append(Entry(("lora_dropout", name), nn.Identity, ()))
-    variant.route = Route(name, call.s, tuple(entries), sum(len(entry.parameters) for entry in entries))
+        drops = () if type(dropout) is nn.Identity else (("p", dropout.p), ("training", dropout.training))
+        entries.append(Entry(("lora_dropout", name), type(dropout), (), drops))
+    if codes:
+        scales = SCALE if base._parameters.get(SCALE_INV) is None else SCALE_INV
+        entries.append(Entry(("base_layer",), type(base), (scales,)))
+    p, mode, _, computes = how_called(call)
+    how = How(p, mode, computes, codes)
+    variant.route = Route(name, call.s, tuple(entries), sum(len(entry.parameters) for entry in entries), how)
     found = _plain.follow((layer,), PEFT._replace(quiet=()), False)
-    if found is None or any([t is not wanted for t, wanted in zip(found[0][2:], call[1:6], strict=True)]):
+    wanted = (owner(call.W), *call[2:6])
+    if found is None or any([t is not same for t, same in zip(found[0][2:7], wanted, strict=True)]):
         variant.route = None  # its tensors come another way
 
 
@@ -199,9 +262,13 @@ def owner(W: Any) -> Any:
     return W.tensors[0] if isinstance(W, QuantWeight) else W
 
 
-def backend_of(x: Tensor, found: Sequence[Any], act: str) -> str:
-    """The backend of one call of dense layers without dropout, if nothing is left to check; else empty."""
-    return eligibility(x, [Call(variant, *operands, s) for variant, s, *operands in found], bool(act))[1]  # type: ignore[call-arg]
+def backend_of(of: Asked) -> str:
+    """The backend of this call, if nothing is left to check; else empty."""
+    calls = of.calls()
+    for call, W in zip(calls, of.codes, strict=False):
+        if call.compute != (None if decoded(W, of.x, call.mode) else call.variant.compute):
+            return ""
+    return eligibility(of.x, calls, bool(of.act))[1]
 
 
 def eligibility(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, str]:
@@ -235,22 +302,28 @@ def eligibility(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[st
             break
     if key is None:
         return made
-    if not made[0] and calls[0].p == 0 and fits(x, calls, mlp):
-        made = "", select_backend(x).name
+    if not made[0]:
+        made = "", fitting(x, calls, mlp)
     return remember(key, made)
 
 
-def fits(x: Tensor, calls: Sequence[Call], mlp: bool) -> bool:
-    """Whether dora_linear, or dora_mlp, would find nothing wrong, and cast nothing."""
-    if x.dim() == 0 or autocast_on(x):
-        return False
+def fitting(x: Tensor, calls: Sequence[Call], mlp: bool) -> str:
+    """The backend, where dora_linear, or dora_mlp, would find nothing wrong, and cast nothing but x; else empty."""
+    autocast = autocast_on(x)
+    if x.dim() == 0 or (autocast and x.dtype == torch.float64):
+        return ""
+    backend = select_backend(x).name
+    if calls[0].p and backend != "triton":
+        return ""
     for i, (_, W, A, _, _, bias, *_) in enumerate(calls):
         K = calls[0].W.shape[0] if mlp and i == 2 else x.shape[-1]
-        if isinstance(W, QuantWeight) or W.dtype != x.dtype or W.shape[1] != K or A.shape[0] == 0:
-            return False
+        if isinstance(W, QuantWeight) and not is_decoded(W.spec, backend):
+            return ""
+        if (W.dtype != x.dtype and not autocast) or W.shape[1] != K or A.shape[0] == 0:
+            return ""
         if bias is not None and (bias.shape != W.shape[:1] or bias.device != x.device or bias.dtype not in FLOATS):
-            return False
-    return not mlp or calls[0].W.shape == calls[1].W.shape
+            return ""
+    return backend if not mlp or calls[0].W.shape == calls[1].W.shape else ""
 
 
 def _refusal(x: Tensor, call: Call) -> str:

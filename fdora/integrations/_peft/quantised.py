@@ -35,6 +35,7 @@ CLASSES = {
     ("bitsandbytes.nn.modules", "Linear8bitLt"): BNB8,
     ("hqq.core.quantize", "HQQLinear"): HQQ,
 }
+SCALE, SCALE_INV = "weight_scale", "weight_scale_inv"  # what frameworks call the scales of e4m3 codes
 # What HQQ's backends that dequantise are called; the int8 one rounds x.
 HQQ_FORWARDS = ("pytorch", "pytorch_compile", "pytorch_backprop", "pytorch_backprop_compile", "aten", "aten_backprop")
 DISABLED = ("torch._compile", "torch._dynamo.eval_frame", "torch._dynamo.external_utils")  # where torch.compiler.disable wraps
@@ -61,8 +62,8 @@ def scale_of(base: Any) -> Any:
     """What e4m3 codes are multiplied by, whatever its name says; None where a layer is another one than nn.Linear, too."""
     if not isinstance(base, nn.Linear) or held(base, "n_groups") is not None or held(base, "weight_zero_point") is not None:
         return None
-    scale = held(base, "weight_scale_inv")
-    return held(base, "weight_scale") if scale is None else scale
+    scale = held(base, SCALE_INV)
+    return held(base, SCALE) if scale is None else scale
 
 
 def held(module: nn.Module, name: str) -> Any:
@@ -175,15 +176,14 @@ class WeightCache:
         the other tensors are the same."""
         if is_traced():
             return weight_of(base, kind, dtype)
-        now, memo = sources(base, kind), self.memo
+        copied, now = transposed and kind == FP8, sources(base, kind)
         pointer = now[0].data_ptr() if kind != TORCHAO and isinstance(now[0], Tensor) else 0  # somebody may set .data
-        if memo is None or memo[1] != pointer or not all([a is b for a, b in zip(memo[0], now, strict=True)]):
-            memo = now, pointer, {}
-        copied = transposed and kind == FP8
-        written = base.weight._version if copied and not base.weight.is_inference() else 0
-        known, W = memo[2].get((dtype, copied), (0, None))
-        W = W if known == written else None
+        memo: Any = self.memo
+        W = self.known(now, pointer, (dtype, copied))
         if W is None:
+            if not stands(memo, now, pointer):
+                memo = now, pointer, {}
+            written = base.weight._version if copied and not base.weight.is_inference() else 0
             with torch.inference_mode(False):
                 made = memo[2].get("made") or weight_of(base, kind, None)
                 if isinstance(made, str):
@@ -193,8 +193,20 @@ class WeightCache:
                 memo[2]["made"], W = made, made if dtype in (None, made.dtype) else made.to(dtype=dtype)
                 W = with_transpose(W) if copied else W
             memo[2][dtype, copied] = written, W
-        self.memo = memo
+            self.memo = memo
         return W
+
+    def known(self, now: tuple[Any, ...], pointer: int, how: tuple[Any, bool]) -> QuantWeight | None:
+        """That of before in this dtype, with codes for backward or without, if it was made from the same tensors."""
+        memo: Any = self.memo
+        if not stands(memo, now, pointer):
+            return None
+        written, W = memo[2].get(how, (0, None))
+        return W if not how[1] or now[0].is_inference() or now[0]._version == written else None
+
+
+def stands(memo: Any, now: tuple[Any, ...], pointer: int) -> bool:
+    return memo is not None and memo[1] == pointer and all([a is b for a, b in zip(memo[0], now, strict=True)])
 
 
 def decoded(W: QuantWeight, x: Tensor, mode: str) -> str:

@@ -66,7 +66,7 @@ static PyObject *follow_one(PyObject *layer, PyObject *framework, int alone) {
     PyObject *inside = variant ? PyObject_GenericGetDict(variant, NULL) : NULL;
     PyObject *route = inside ? PyDict_GetItemWithError(inside, names[ROUTE]) : NULL, *shared;
     if (route && alone && (shared = PyDict_GetItemWithError(inside, names[SHARED])) && shared != Py_None) route = NULL;
-    if (route && PyTuple_Check(route)) { /* (name, s, entries, how many parameters) */
+    if (route && PyTuple_Check(route)) { /* (name, s, entries, how many parameters, ...) */
         PyObject *entries = PyTuple_GET_ITEM(route, 2);
         Py_ssize_t n = 2, size = 2 + PyLong_AsSsize_t(PyTuple_GET_ITEM(route, 3));
         int plain = PyObject_RichCompareBool(active, PyTuple_GET_ITEM(route, 0), Py_EQ) == 1;
