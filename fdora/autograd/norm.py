@@ -41,11 +41,8 @@ def through_norm(
     dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto, backend: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """dA and dB of c, added to ``onto``."""
-    found = OPS[backend].norm_bwd(dc, W, A, B, c, s, needs, onto)
-    if found is None:
-        found = OPS["eager"].norm_bwd(dc, W, A, B, c, s, needs, onto)
-        assert found is not None
-    return found
+    given = dc, W, A, B, c, s, needs, onto
+    return OPS[backend].norm_bwd(*given) or OPS["eager"].norm_bwd(*given)
 
 
 def row_sqnorm(of: NormOf, backend: str) -> Tensor:

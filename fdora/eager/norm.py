@@ -20,7 +20,7 @@ W is read once for each, in its own dtype: A and u B, where they are wider, as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,15 +76,15 @@ def sqnorm_fwd(of: NormOf) -> Tensor:
     return norm_fwd(of).square()
 
 
-def norm_guarded(of: NormOf, c: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def norm_guarded(of: NormOf, c: Tensor, seen: Tensor, norm: Callable[[NormOf], Tensor] = norm_fwd) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs.
 
     Work is saved only where values can be read for free; elsewhere both are computed and the device chooses.
     """
     now = fingerprint(of.A, of.B, of.s, default_bytes(of.W.device) if of.max_bytes is None else of.max_bytes)
-    if is_plain(of.W) and is_plain(now) and is_plain(seen):
-        return (c.clone() if torch.equal(now, seen) else norm_fwd(of)), now
-    return torch.where((now == seen).all(), c, norm_fwd(of)), now
+    if is_plain(now) and is_plain(seen):
+        return (c.clone() if torch.equal(now, seen) else norm(of)), now
+    return torch.where((now == seen).all(), c, norm(of)), now
 
 
 def base_sqnorm(W: Tensor, max_bytes: int | None) -> Tensor:

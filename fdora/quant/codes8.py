@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import check_dtype, check_whole, fail
-from fdora.quant.weight import QuantWeight, check_floating, kind_of, made, matrix, read_as, register_kind, stored
+from fdora.quant.weight import QuantWeight, check_floating, kind_of, made, matrix, read_as, register_kind, repeated, stored
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 E4M3 = "float8_e4m3fn"
@@ -37,9 +37,7 @@ class Codes8(NamedTuple):
 def spread(t: Tensor, block: tuple[int, int], first: int, last: int, K: int) -> Tensor:
     """Rows first to last of (N, K) numbers, from one number for each block."""
     bn, bk = block
-    top = first // bn
-    rows = t[top : -(-last // bn)].repeat_interleave(bn, 0)[first - top * bn : last - top * bn]
-    return rows.repeat_interleave(bk, 1)[:, :K]
+    return repeated(t, bn, first, last).repeat_interleave(bk, 1)[:, :K]
 
 
 def decode(W: QuantWeight, first: int, last: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fdora.quant.weight import QuantWeight, read_as, register_kind
+from fdora.quant.weight import QuantWeight, read_as, register_kind, repeated
 
 # bitsandbytes: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023, arXiv:2305.14314, appendix E).
 # fmt: off
@@ -107,10 +107,7 @@ def scales_of(W: QuantWeight, first: int, last: int) -> Tensor:
         return exponent(s)
     if facts.scales == "nested":
         code256, scales2, offset = rest
-        start = first // NESTED
-        outer = scales2[start : -(-last // NESTED)].repeat_interleave(NESTED)
-        outer = outer[first - start * NESTED : last - start * NESTED]
-        return code256.index_select(0, s.to(torch.int32)) * outer + offset
+        return code256.index_select(0, s.to(torch.int32)) * repeated(scales2, NESTED, first, last) + offset
     (whole,) = rest
     return s.float() * whole if facts.scales == "e4m3*global" else s.float() / whole
 

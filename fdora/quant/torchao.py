@@ -12,7 +12,7 @@ from fdora._check import FLOATS, fail
 from fdora.quant.codes8 import from_fp8, from_int8, spread
 from fdora.quant.lut4 import flat_rows, groups_of
 from fdora.quant.mx import from_mxfp4, from_nvfp4
-from fdora.quant.weight import QuantWeight, made, matrix, read_as, register_kind, stored
+from fdora.quant.weight import QuantWeight, made, matrix, read_as, register_kind, repeated, stored
 
 
 class TorchaoNf4(NamedTuple):
@@ -38,9 +38,7 @@ class Affine(NamedTuple):
 def decode_nf4(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (codes, scalers, factor, mean, table) = read_as(W, TorchaoNf4, 5)
     b0, b1 = groups_of(W, facts.group, first, last)
-    f0 = b0 // facts.outer
-    factors = factor[f0 : -(-b1 // facts.outer)].repeat_interleave(facts.outer)
-    scale = scalers[b0:b1] / factors[b0 - f0 * facts.outer : b1 - f0 * facts.outer] + mean
+    scale = scalers[b0:b1] / repeated(factor, facts.outer, b0, b1) + mean
     byte = torch.arange(256, dtype=torch.int32, device=codes.device)
     pairs = torch.stack([table.index_select(0, byte >> 4), table.index_select(0, byte & 15)], 1)
     return flat_rows(W, pairs, codes, scale, facts.group, first, last)

@@ -288,6 +288,12 @@ def read_as(W: QuantWeight, facts: type[Facts], count: int) -> tuple[Facts, tupl
     return W.facts, tuple(first)
 
 
+def repeated(t: Tensor, group: int, first: int, last: int) -> Tensor:
+    """First to last of the numbers, or rows, of which each in ``t`` stands for ``group``."""
+    start = first // group
+    return t[start : -(-last // group)].repeat_interleave(group, 0)[first - start * group : last - start * group]
+
+
 def _flatten(W: QuantWeight) -> tuple[tuple[Tensor | None, ...], QuantSpec]:
     return W.tensors, W.spec
 

@@ -24,13 +24,14 @@ from fdora._records import Norms
 from fdora._torch import capturing
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import by_another_thread, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
-from fdora.triton.tree_table import CHUNK, CONSTANTS, FIELDS, Scales, Tensors, flops_of, launches_of, rows_of
+from fdora.triton.tiles.configs import power_of_two
+from fdora.triton.tree_table import CHUNK, FIELDS, Scales, Tensors, flops_of, launches_of, rows_of
 
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
@@ -102,10 +103,10 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
         plan.launch(fingerprints_kernel, (layers * WORDS,), given, num_warps=8, cost=Cost())
     of_all = {"table": table, "differs": differs, "partial": partial, "L": layers, "WORDS": WORDS}
     work = shared(work, launches)  # guarded, kernels see how much of it there is to do
-    for first, count, items, consts, (num_warps, num_stages, programs) in launches:
-        given = of_all | {"first": first, "count": count, **named(CONSTANTS, consts)}
-        grid = (min(items, programs * device.num_sms),)
-        plan.launch(norms_kernel, grid, given, num_warps=num_warps, num_stages=num_stages, pdl=pdl, cost=work)
+    for first, count, items, of, config in launches:
+        given = of_all | {"first": first, "count": count, "OF": of, "BLOCK_L": power_of_two(count)}
+        grid = (min(items, config.PROGRAMS * device.num_sms),)
+        plan.launch(norms_kernel, grid, given, config, pdl=pdl, cost=work)
     given = of_all | {"old": old, "new": new, "CHUNK": CHUNK, "BLOCK_N": ROOTS}
     plan.launch(roots_kernel, (layers, 4), given, pdl=pdl, cost=Cost())
     return plan.plan()

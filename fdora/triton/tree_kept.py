@@ -17,7 +17,7 @@ from fdora.triton.runtime.device import cdiv, device_of
 from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import run
 from fdora.triton.tree import Kept, all_anew, kept_of, made_from, norms_of_now, parts_of, shared
-from fdora.triton.tree_table import CONSTANTS, FIELDS, Scales, Tensors
+from fdora.triton.tree_table import FIELDS, Scales, Tensors
 
 FEW = 4  # layers: as many copies as the kernel has arguments for
 PROGRAMS = 1024  # of a launch, at most: more than are resident at once
@@ -130,8 +130,6 @@ def plan_kept(
     given = {"table": table, "words": fingerprint, "counters": counters, "partial": partial, "c": c, "L": layers}
     given |= named("out0 out1 out2 out3", out) | {"parts": words, "HASH": HASH, "ROOTS": ROOTS}
     how: dict[str, Any] = {"pdl": plan.pdl, "cost": shared(work, launches)}
-    for first, count, _, consts, (num_warps, num_stages, _) in launches:
-        constants = named(CONSTANTS, consts)
-        grid, found = (count * words,), given | {"first": first}
-        plan.launch(kept_kernel, grid, found, constants, num_warps=num_warps, num_stages=num_stages, **how)
+    for first, count, _, of, config in launches:
+        plan.launch(kept_kernel, (count * words,), given | {"first": first, "OF": of}, config, **how)
     return plan.plan()

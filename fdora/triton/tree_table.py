@@ -7,14 +7,13 @@ from struct import pack, unpack
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from fdora.quant import QuantWeight
 from fdora.triton.codes import block_of, code_of, coded_of, has_ptx
-from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64
+from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64, Of
 from fdora.triton.runtime.device import cdiv
-from fdora.triton.tiles.configs import power_of_two, tree_config
+from fdora.triton.tiles.configs import TreeConfig, tree_config
 
 Tensors = Sequence[Tensor]  # of layers: W, A or B of each; a W may be a QuantWeight of 8-bit codes
 Scales = Sequence[float]  # s of each
@@ -48,13 +47,13 @@ FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
 CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
 MOST = 1024  # layers of a launch, whose item counts a program holds in registers
 KIND = 3  # the eager backend has another: its words never match these
-# what a launch of one kernel is compiled for
-CONSTANTS = (
-    "DTYPE_W DTYPE_A DTYPE_B UNIT_W UNIT_A UNIT_B EVEN EVEN_R ONE_SLAB SPLIT CODE BY_BITS PTX "
-    "BLOCK_N BLOCK_K BLOCK_R CHUNK BLOCK_L AHEAD"
-)
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_DTYPES |= {torch.float8_e4m3fn: tl.uint8, torch.int8: tl.int8}
+_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "uint8",
+    torch.int8: "int8",
+}
 ALL = 1 << 30  # rows or columns
 
 
@@ -73,7 +72,7 @@ class Row(NamedTuple):
     """A layer's column of the table, what its kernel is compiled for, and that as words, to sort by."""
 
     order: tuple[str, ...]
-    kernel: tuple
+    kernel: tuple[Of, TreeConfig]
     fields: dict[str, int]
     split: bool
 
@@ -94,14 +93,15 @@ def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: in
         config = config._replace(BLOCK_N=32)
     dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
     split = torch.float32 in (A.dtype, B.dtype)
-    kind = (*dtypes, *units, even, R % config.BLOCK_R == 0, R <= config.BLOCK_R, split, *code, *config)
+    tile, whole = (config.BLOCK_N, config.BLOCK_K, config.BLOCK_R, CHUNK, config.AHEAD), R % config.BLOCK_R == 0
+    of = Of._make((*dtypes, *units, even, whole, R <= config.BLOCK_R, split, *code, *tile))
     sizes, strides = (*map(_address, (W, A, B)), N, K, R), (*W.stride(), *A.stride(), *B.stride())
     items, bits = cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), unpack("i", pack("f", s))[0]
     named_by = KIND + 16 * A.element_size() + 256 * B.element_size()
     # 0: rows_of knows where partials begin
     values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i, *shared)
     fields = dict(zip(FIELDS, values, strict=True))
-    return Row(tuple(map(str, kind)), kind, fields, split)
+    return Row(tuple(map(str, (*of, *config))), (of, config), fields, split)
 
 
 def flops_of(row: Row) -> int:
@@ -110,17 +110,15 @@ def flops_of(row: Row) -> int:
 
 
 def launches_of(rows: list[Row]) -> list[tuple]:
-    """(first column, columns, items, constants, how a program runs) for each run of columns with one kernel."""
+    """(first column, columns, items, constants, config) for each run of columns with one kernel."""
     found, first = [], 0
     while first < len(rows):
         last = first
         while last < len(rows) and last - first < MOST and rows[last].order == rows[first].order:
             last += 1
-        *code, block_n, block_k, block_r, num_warps, num_stages, ahead, programs = rows[first].kernel
         items = sum(row.fields["items"] for row in rows[first:last])
-        consts = (*code, block_n, block_k, block_r, CHUNK, power_of_two(last - first), ahead)
         if items:
-            found.append((first, last - first, items, consts, (num_warps, num_stages, programs)))
+            found.append((first, last - first, items, *rows[first].kernel))
         first = last
     return found
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -207,10 +206,7 @@ class Line(NamedTuple):
     def through(self, state: State, works: Sequence[Work], data: Callable[[int], Packed]) -> tuple[State, dict[int, Tensor]]:
         """All processes get the losses."""
         ran = run_pipeline(copied(state), works, data, stages=self.stages, wire=self.wire, jobs=self.rows, links=self.links)
-        each: list[Any] = [{n: losses.cpu() for n, losses in ran.losses.items()}]
-        if self.links.sums is not None:
-            each *= len(self.links.ranks)
-            dist.all_gather_object(each, each[0], group=self.links.sums)
+        each = self.links.gathered({n: losses.cpu() for n, losses in ran.losses.items()})
         return ran.state, {n: losses for found in each for n, losses in found.items()}
 
     def listen(self, state: State, works: Sequence[Work], data: Callable[[Work], Packed]) -> list[Tensor]:

@@ -243,9 +243,6 @@ def gather_state(state: State, links: Links) -> State:
 
     ``kept`` is None. Every process calls it.
     """
-    each: list[Any] = [{part: optree.tree_map(lambda t: t.detach().cpu(), getattr(state, part)) for part in TREES}]
-    if links.sums is not None:
-        each *= len(links.ranks)
-        dist.all_gather_object(each, each[0], group=links.sums)
+    each = links.gathered({part: optree.tree_map(lambda t: t.detach().cpu(), getattr(state, part)) for part in TREES})
     trees = {part: {name: tree for one in each for name, tree in one[part].items()} for part in TREES}
     return State(**trees, kept=None, steps=state.steps, position=state.position)

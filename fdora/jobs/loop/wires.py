@@ -67,6 +67,13 @@ class Links(NamedTuple):
         """Where this place sends to the next one (step 1) or to the one before it (-1)."""
         return (self.down if step > 0 else self.up)[colour(len(self.ranks), sender)]
 
+    def gathered(self, thing: Any) -> list[Any]:
+        """What each place has, pickled on the way. All of them call it."""
+        each = [thing] * len(self.ranks)
+        if self.sums is not None:
+            dist.all_gather_object(each, thing, group=self.sums)
+        return each
+
     def open(self) -> None:
         """A number over each link, in one order for all: nobody waits for a later one, and those of one colour go together."""
         count = len(self.ranks)

@@ -62,10 +62,7 @@ def kept_kernel(
     c,  # float32: each layer at its field c
     out0, out1, out2, out3,  # (N,) float32 of each layer, by its field leaf: a copy; None where nobody wants one
     L, first, parts,  # the first column of the table that this launch is for, and words of a layer
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
-    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
+    OF: tl.constexpr, HASH: tl.constexpr, ROOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     layer, part = first + tl.program_id(0) // parts, tl.program_id(0) % parts
     t, mine = table + layer, counters + layer * COUNTERS
@@ -90,20 +87,16 @@ def kept_kernel(
         items = tl.load(t + F_ITEMS * L).to(tl.int32)
         item = tl.atomic_add(mine + 2 + turn, 1)
         while item < items:
-            squares_of_item(
-                t, L, item, partial,
-                DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT, CODE, BY_BITS,
-                PTX, BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
-            )
+            squares_of_item(t, L, item, partial, OF)
             tl.debug_barrier()  # all threads have written theirs
-            N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), CHUNK).to(tl.int32)
+            N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), OF.CHUNK).to(tl.int32)
             block, at_c = item // chunks, tl.load(t + F_C * L)
             arrived_here = counters + L * COUNTERS + at_c // ALIGN + block
             if tl.atomic_add(arrived_here, 1) == chunks - 1:
                 tl.store(arrived_here, 0)
-                n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                n = block * OF.BLOCK_N + tl.arange(0, OF.BLOCK_N)
                 at = partial + tl.load(t + F_PARTIAL * L) + n
-                acc = zeros(BLOCK_N)
+                acc = zeros(OF.BLOCK_N)
                 for _ in range(0, chunks):
                     acc += tl.load(at, mask=n < N, other=0.0, cache_modifier=".cg")  # others wrote it
                     at += N

@@ -17,14 +17,9 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 @triton.jit
 def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
-    if HOW.SCALES == "group":
-        return ints(x, W, col, begin, end, M, N, K, HOW, T)
-    elif HOW.BITS == 8:
-        return bytes8(x, W, col, begin, end, M, N, K, HOW, T)
-    elif T.COLUMNS:
-        return columns4(x, W, col, begin, end, M, N, K, HOW, T)
-    else:
-        return rows4(x, W, col, begin, end, M, N, K, HOW, T)
+    BY_FOUR: tl.constexpr = columns4 if T.COLUMNS else rows4
+    PRODUCT: tl.constexpr = ints if HOW.SCALES == "group" else bytes8 if HOW.BITS == 8 else BY_FOUR
+    return PRODUCT(x, W, col, begin, end, M, N, K, HOW, T)
 
 
 @kernel("x codes scales scales2 out part h b", "M N K x, M N R x?b")

@@ -9,6 +9,8 @@ stores, no atomics, nothing to clear. What follows reads the WORDS answers of a 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,31 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
     F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF, F_SCALES, F_ROWS, F_COLUMNS,
 ) = map(tl.constexpr, range(25))
 WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words of 64 bits, or elements with their strides
+
+
+class Of(NamedTuple):
+    """What the layers of a launch have in common. A ``DTYPE`` is Triton's name of it; a ``UNIT``: see _unit in
+    fdora/triton/tree_table.py; ``EVEN``, ``EVEN_R``: N and K, and the rank, are of whole tiles; ``ONE_SLAB`` holds the rank;
+    ``SPLIT``: a factor is float32; ``AHEAD``: see TreeConfig."""
+
+    DTYPE_W: Any
+    DTYPE_A: Any
+    DTYPE_B: Any
+    UNIT_W: Any
+    UNIT_A: Any
+    UNIT_B: Any
+    EVEN: Any
+    EVEN_R: Any
+    ONE_SLAB: Any
+    SPLIT: Any
+    CODE: Any
+    BY_BITS: Any
+    PTX: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    BLOCK_R: Any
+    CHUNK: Any
+    AHEAD: Any
 
 
 @triton.jit
@@ -140,61 +167,56 @@ def _product(b, a, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def squares_of_item(
-    t, L, i, partial,
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
-    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
-):
+def squares_of_item(t, L, i, partial, OF: tl.constexpr):
     """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With a CODE W is of 8 bits,
     and so many rows and columns share a scale: a tile lies in one of these columns."""
-    W = tl.load(t + F_W * L).to(tl.pointer_type(DTYPE_W))
-    W = tl.multiple_of(W, 16) if UNIT_W else W
-    A = tl.load(t + F_A * L).to(tl.pointer_type(DTYPE_A))
-    A = tl.multiple_of(A, 16) if UNIT_A else A
-    B = tl.load(t + F_B * L).to(tl.pointer_type(DTYPE_B))
-    B = tl.multiple_of(B, 16) if UNIT_B else B
+    W = tl.load(t + F_W * L).to(tl.pointer_type(tl.dtype(OF.DTYPE_W)))
+    W = tl.multiple_of(W, 16) if OF.UNIT_W else W
+    A = tl.load(t + F_A * L).to(tl.pointer_type(tl.dtype(OF.DTYPE_A)))
+    A = tl.multiple_of(A, 16) if OF.UNIT_A else A
+    B = tl.load(t + F_B * L).to(tl.pointer_type(tl.dtype(OF.DTYPE_B)))
+    B = tl.multiple_of(B, 16) if OF.UNIT_B else B
     N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
-    stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), UNIT_W), tl.load(t + F_WK * L)
-    stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), UNIT_A), tl.load(t + F_AK * L)
-    stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), UNIT_B), tl.load(t + F_BR * L)
+    stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), OF.UNIT_W), tl.load(t + F_WK * L)
+    stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), OF.UNIT_A), tl.load(t + F_AK * L)
+    stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), OF.UNIT_B), tl.load(t + F_BR * L)
     s = tl.load(t + F_S * L).to(tl.int32).to(tl.float32, bitcast=True)
 
-    chunks = tl.cdiv(K, CHUNK)
-    first_n, first_k = (i // chunks) * BLOCK_N, (i % chunks) * CHUNK
-    n, r = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    chunks = tl.cdiv(K, OF.CHUNK)
+    first_n, first_k = (i // chunks) * OF.BLOCK_N, (i % chunks) * OF.CHUNK
+    n, r = first_n + tl.arange(0, OF.BLOCK_N), tl.arange(0, OF.BLOCK_R)
     W += first_n.to(tl.int64) * stride_wn
     B += first_n.to(tl.int64) * stride_bn
-    if ONE_SLAB:
-        at_b = _tile(B, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
-        b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], EVEN, EVEN_R), SPLIT)
-    if CODE != "":
+    if OF.ONE_SLAB:
+        at_b = _tile(B, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
+        b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], OF.EVEN, OF.EVEN_R), OF.SPLIT)
+    if OF.CODE != "":
         columns = tl.load(t + F_COLUMNS * L).to(tl.int32)
         at_scale = tl.load(t + F_SCALES * L).to(tl.pointer_type(tl.float32))
         at_scale += (n // tl.load(t + F_ROWS * L).to(tl.int32)).to(tl.int64) * tl.cdiv(K, columns)
-    squares = zeros(BLOCK_N)
-    for k0 in tl.range(first_k, min(K, first_k + CHUNK), BLOCK_K, num_stages=AHEAD if ONE_SLAB and AHEAD else None):
-        in_k = (k0 + tl.arange(0, BLOCK_K) < K)[None, :]
-        at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, BLOCK_N, BLOCK_K, UNIT_W)
-        w = _load(at_w, (n < N)[:, None], in_k, EVEN, EVEN)
-        acc = zeros(BLOCK_N, BLOCK_K)
-        if ONE_SLAB:
-            at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
-            a = _load(at_a, (r < R)[:, None], in_k, EVEN_R, EVEN)
-            acc = _product(b, a, acc, SPLIT)
+    squares = zeros(OF.BLOCK_N)
+    AHEAD: tl.constexpr = OF.AHEAD if OF.ONE_SLAB and OF.AHEAD else None
+    for k0 in tl.range(first_k, min(K, first_k + OF.CHUNK), OF.BLOCK_K, num_stages=AHEAD):
+        in_k = (k0 + tl.arange(0, OF.BLOCK_K) < K)[None, :]
+        at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, OF.BLOCK_N, OF.BLOCK_K, OF.UNIT_W)
+        w = _load(at_w, (n < N)[:, None], in_k, OF.EVEN, OF.EVEN)
+        acc = zeros(OF.BLOCK_N, OF.BLOCK_K)
+        if OF.ONE_SLAB:
+            at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
+            a = _load(at_a, (r < R)[:, None], in_k, OF.EVEN_R, OF.EVEN)
+            acc = _product(b, a, acc, OF.SPLIT)
         else:
-            for r0 in range(0, R, BLOCK_R):
-                at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, BLOCK_N, BLOCK_R, UNIT_B)
-                at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, BLOCK_R, BLOCK_K, UNIT_A)
-                b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], EVEN, EVEN_R)
-                a = _load(at_a, (r < R - r0)[:, None], in_k, EVEN_R, EVEN)
-                acc = _product(_terms(b, SPLIT), a, acc, SPLIT)
-        if CODE != "":
+            for r0 in range(0, R, OF.BLOCK_R):
+                at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
+                at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
+                b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], OF.EVEN, OF.EVEN_R)
+                a = _load(at_a, (r < R - r0)[:, None], in_k, OF.EVEN_R, OF.EVEN)
+                acc = _product(_terms(b, OF.SPLIT), a, acc, OF.SPLIT)
+        if OF.CODE != "":
             scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
-            HOW: tl.constexpr = How(8, CODE, False, 1, "block", False, True, BY_BITS, 1, 1, PTX)
+            HOW: tl.constexpr = How(8, OF.CODE, False, 1, "block", False, True, OF.BY_BITS, 1, 1, OF.PTX)
             w = byte_weights(beside(w, acc, HOW), scale, HOW)
-            w = w if EVEN else tl.where(in_k, w, 0.0)
+            w = w if OF.EVEN else tl.where(in_k, w, 0.0)
         v = w.to(tl.float32) + s * acc
         squares += tl.sum(v * v, axis=1)
     at = partial + tl.load(t + F_PARTIAL * L) + (i % chunks).to(tl.int64) * N + n
@@ -207,11 +229,7 @@ def norms_kernel(
     differs,  # (L, WORDS) int32, or None
     partial,  # float32: (chunks of K, N) for each layer, one layer after the other
     L, first, count,  # the columns of the table that this launch is for
-    DTYPE_W: tl.constexpr, DTYPE_A: tl.constexpr, DTYPE_B: tl.constexpr, UNIT_W: tl.constexpr, UNIT_A: tl.constexpr,
-    UNIT_B: tl.constexpr, EVEN: tl.constexpr, EVEN_R: tl.constexpr, ONE_SLAB: tl.constexpr, SPLIT: tl.constexpr,
-    CODE: tl.constexpr, BY_BITS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_L: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    OF: tl.constexpr, BLOCK_L: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
     """An item is BLOCK_N rows and CHUNK columns of one layer. The items of all layers that changed are dealt out in turn."""
     if PDL:
@@ -226,11 +244,7 @@ def norms_kernel(
     for item in range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0)):
         before = ends <= item
         t = table + first + tl.sum(before.to(tl.int32), axis=0)
-        squares_of_item(
-            t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial,
-            DTYPE_W, DTYPE_A, DTYPE_B, UNIT_W, UNIT_A, UNIT_B, EVEN, EVEN_R, ONE_SLAB, SPLIT, CODE, BY_BITS, PTX,
-            BLOCK_N, BLOCK_K, BLOCK_R, CHUNK, AHEAD,
-        )
+        squares_of_item(t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial, OF)
 
 
 @triton.jit
