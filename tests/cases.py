@@ -769,7 +769,7 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
     def one(e: Draw) -> Problem:
         t, c, codes = adapted(e, N, K, r, s, kind, dtypes, layouts, code)
         if back:  # a row that was wiped out does not come back
-            t["m"] = torch.where(t["m"] == 0, 1, t["m"])
+            t["m"] = torch.where(c == 0, 0, torch.where(t["m"] == 0, 1, t["m"]))  # but of 0 nothing was lost
         if with_gamma:
             t["gamma"] = e.lay(e.normal(N), dtype, "plain")
         slack = 0.0
