@@ -224,8 +224,8 @@ def swap(monkeypatch, module, old, new):
     mutant = types.ModuleType(module.__name__)
     exec(compile(source.replace(old, new), module.__file__, "exec"), mutant.__dict__)
     for name, f in vars(mutant).items():
-        if inspect.isfunction(f) and f.__module__ == module.__name__:
-            monkeypatch.setattr(getattr(module, name), "__code__", f.__code__)
+        if inspect.isfunction(f) and f.__module__ == (now := getattr(module, name)).__module__:  # else a test's, of other globals
+            monkeypatch.setattr(now, "__code__", f.__code__)
 
 
 def checks_of(module):
