@@ -102,11 +102,11 @@ WAYS = {
     ),
     "table by tma": By("multi", "multi_table_kernel", {}, WHOLE | {"tokens": 130, "largest": 150}, True),
     "codes by pointers": By("group", "fp8_gemm_kernel", BY_POINTERS, OF_CODES["by pointers"]),
-    "codes by tma": By("group", "turn_kernel", {}, OF_CODES["by tma"], True),
+    "codes by tma": By("group", "turn_kernel", {}, OF_CODES["by tma"], True, 4),
     "banks of codes by pointers": By("multi", "fp8_gemm_kernel", BY_POINTERS, OF_CODES["by pointers"] | BANK),
-    "banks of codes by tma": By("multi", "turn_kernel", {}, OF_CODES["by tma"] | BANK, True),
-    "experts of codes": By("experts", "fp8_rows_kernel", {}, OF_CODES["of experts"], True, 4),
-    "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 3),
+    "banks of codes by tma": By("multi", "turn_kernel", {}, OF_CODES["by tma"] | BANK, True, 4),
+    "experts of codes": By("experts", "fp8_rows_kernel", {}, OF_CODES["of experts"], True, 2),
+    "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 1),
     "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
 }
 
@@ -198,6 +198,11 @@ FAULTS = [
     ("dx of experts of codes", "w_scale + ((down + col) // BN)", "w_scale + (col // BN)"),
     ("dx of experts of codes", "by += tl.minimum(adapter_of(t, None, offsets, M, G, BLOCK_G), G - 1)", "by += (t * 0)"),
 ]
+# as in test_mutations.py
+FIRST = {"right, skip = tails, 0": 24, '"W_SPAN": N if': 14, "elif row + v.shape[0] > M + 4:": 27}
+FIRST |= {"decode(plan, la.W, part, g, 0)": 24, "A.columns(0, j - i), dh)": 28, "plan.product(dx, dh, operand(plan, A))": 9}
+FIRST |= {"plan.product(dx, dz, operand(plan, W))": 9, "tl.sigmoid(gate * SHARPNESS) * (up + 1)": 14, "t = t.to(dtype)": 6}
+FIRST |= {"_unit(w_scale, n // BN, n < N, EMPTY)": 4, "w_scale + (col // BN)": 5, "None, 1, ALL)": 4}
 
 
 @pytest.mark.skipif(
@@ -207,4 +212,4 @@ FAULTS = [
 def test_fault_is_caught(way, old, new, chosen_anew, as_hopper, monkeypatch, tmp_path):
     name, drawn = prepared(way, monkeypatch, as_hopper)
     swap(monkeypatch, tmp_path, old, new)
-    assert caught_by(name, drawn=drawn), "no case noticed"
+    assert caught_by(name, drawn=drawn, first=FIRST.get(new, 0)), "no case noticed"
