@@ -102,13 +102,15 @@ class Options(NamedTuple):
     dtypes: Sequence[str]
     largest: int
     bytes: int
-    whole: bool = False  # sizes are multiples of 8, and tensors lie as descriptors of TMA want them
+    whole: int = 0  # sizes are multiples of this, and tensors lie as descriptors of TMA want them
     ranks: Sequence[int] = ()  # of any size where empty
     kinds: Sequence[str] = ()  # of KINDS, all where empty
     tokens: int = 0  # of any number where 0
     dropout: bool = True
     codes: bool = False  # every weight that may be quantised is
     layouts: Sequence[str] = ()  # all of LAYOUTS where empty
+    # Every W is of e4m3 codes and multiplied as such, if all may be; of its block, M, N and K: whether x and dz are rounded then.
+    rounds: Callable[[object, int, int, int], tuple[bool, bool]] | None = None
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -135,7 +137,7 @@ class Draw:
     def size(self, zero: float = 0.0, most: int = 0) -> int:
         most, u = most or self.options.largest, self.random.random()
         if self.options.whole:
-            return 8 * self.random.randint(1, most // 8)
+            return self.options.whole * self.random.randint(1, most // self.options.whole)
         if u < zero:
             return 0
         if u < zero + 0.08:
@@ -210,6 +212,33 @@ class Draw:
 # the formulas of a layer: truth is reference.dora
 
 
+class Eight(NamedTuple):
+    """How a product of 8-bit codes rounds: columns under one scale, what rows of dz are multiplied by before, whether x and dz are."""
+
+    columns: int
+    a: Tensor | None
+    x: bool
+    dz: bool
+    dtype: torch.dtype  # of dz
+
+
+class OfCodes(torch.autograd.Function):
+    """x W^T, for whose derivatives x is not rounded."""
+
+    @staticmethod
+    def forward(ctx, x, W, how):
+        ctx.W, ctx.how = W, how
+        return (reference.rounded(x, how.columns) if how.x else x) @ W.mT
+
+    @staticmethod
+    def backward(ctx, dz):
+        W, how = ctx.W, ctx.how
+        if not how.dz:
+            return dz @ W, None, None
+        a = 1.0 if how.a is None else how.a.double()
+        return reference.rounded(dz.to(how.dtype).double() * a, how.columns) @ (W.mT / a).mT, None, None
+
+
 @dataclass
 class Layer:
     """What a layer of a call has beside its tensors, which are named W0, A0, B0, m0, b0, c0; W and b where layers share them."""
@@ -222,6 +251,7 @@ class Layer:
     seed: int = 0
     codes: QuantWeight | None = None  # what the call has for W
     detach: bool = True
+    eight: Eight | None = None
 
     def mask(self, x: Tensor) -> Tensor:
         """(..., K) of 0 and 1 / (1 - p)."""
@@ -241,10 +271,14 @@ class Layer:
     def truth(self, t: Tensors, x: Tensor) -> Tensor:
         W, A, B, m, bias, c = self.parts(t)
         if not self.adapted:
-            return x @ W.mT if bias is None else x @ W.mT + bias
+            base = x @ W.mT if self.eight is None else OfCodes.apply(x, W, self.eight)
+            return base if bias is None else base + bias
         dropped = None if self.mode == "none" else lambda x: x * self.mask(x)
         c = c if self.detach else reference.norm(W, A, B, self.s)
-        return reference.dora(x, W, A, B, m, self.s, bias, c, dropped, self.mode)
+        y = reference.dora(x, W, A, B, m, self.s, bias, c, dropped, self.mode)
+        if self.eight is not None:
+            y = y + reference.scale(m, self.c if c is None else c) * (OfCodes.apply(x, W, self.eight) - x @ W.mT)
+        return y
 
     def naive(self, t: Tensors, x: Tensor) -> Tensor:
         W, A, B, m, bias, c = self.parts(t)
@@ -291,8 +325,10 @@ def norm_eps(dtype: torch.dtype) -> float:
 
 def coded(d: Draw, N: int, K: int) -> dict | None:
     """What :func:`fdora.quant.quantize` is told, for some weights."""
-    if not N * K or (d.chance(0.5) and not d.options.codes):
+    if not N * K or (d.chance(0.5) and not d.options.codes and not d.options.rounds):
         return None
+    if d.options.rounds:
+        return {"kind": "fp8", "block": d.of("row", None, (128, 128), (64, 256))}
     kind = d.of(*QUANTISED)
     how = {"kind": kind.split()[0], **QUANTISED[kind]}
     if how["kind"] in ("nf4", "fp4"):
@@ -300,6 +336,23 @@ def coded(d: Draw, N: int, K: int) -> dict | None:
     if how["kind"] in ("int8", "fp8"):
         how["block"] = d.of("row", None, (16, 48), (128, 128))
     return None if how["kind"] in ("mxfp4", "nvfp4") and K % 2 else how
+
+
+def asked(d: Draw, codes: Sequence[dict | None]) -> dict:
+    """Which products of such weights are to be of codes."""
+    if not d.options.rounds or None in codes:
+        return {}
+    return d.of({"compute": "fp8"}, {"grad_compute": "fp8"}, {"compute": "fp8", "grad_compute": "fp8"})
+
+
+def eight(d: Draw, how: dict, code: dict | None, q: QuantWeight | None, M: int, N: int, dtype: torch.dtype) -> Eight | None:
+    """Of a call that was asked for ``how``, and the weight of each N rows of q."""
+    if not how.keys() & {"compute", "grad_compute"}:
+        return None
+    x, dz = d.options.rounds(code["block"], M, N, q.shape[1])
+    a = q.tensors[1].reshape(-1, N) if code["block"] == "row" else None
+    columns = 128 if isinstance(code["block"], tuple) else 1 << 30
+    return Eight(columns, a, x and "compute" in how, dz and "grad_compute" in how, dtype)
 
 
 def adapted(
@@ -359,13 +412,23 @@ KINDS = (
     "nan_row",
 )
 
+# Of products of codes: a NaN, or a tiny dz, takes more with it.
+MULTIPLIED = ("plain", "zero_rows", "negative_m", "large_m", "zero_m")
+
 
 def layers(
-    d: Draw, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, all_adapted: bool, biases: tuple[float, ...] = (1.0, 100.0)
+    d: Draw,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    all_adapted: bool,
+    biases: tuple[float, ...] = (1.0, 100.0),
+    tokens: int = 0,
 ) -> Callable:
-    """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers."""
+    """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers. ``tokens``: of one x for all."""
     p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft")) if d.options.dropout else (0.0, "none")
     fixed, detach = [], d.chance(0.7)
+    if d.options.rounds:
+        mode, detach = mode.replace("peft", "lora"), True
     for N, K in shapes:
         has_adapter = all_adapted or d.chance(0.8)
         dtypes = {"W": dtype, **{n: d.beside(dtype) for n in "ABm"}}
@@ -389,12 +452,15 @@ def layers(
             if "b" in dtypes:
                 own["b"] = e.lay(e.normal(N, std=e.of(*biases)), dtypes["b"], layouts["b"])
             tensors |= {f"{n}{i}": own[n] for n in own if has_adapter or n in "Wb"}
-            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach))
+            how = eight(e, fresh.options, code, codes, tokens, N, dtype) if has_adapter else None
+            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach, how))
             slack += found[-1].look(tensors)
         return tensors, found, slack
 
     fresh.options = {"dropout_p": p, "dropout_mode": mode} if p else {}
     fresh.options |= {} if detach else {"detach": False}
+    if tokens:
+        fresh.options |= asked(d, [code for *_, code in fixed])
     return fresh
 
 
@@ -411,9 +477,9 @@ def seeds(e: Draw, found: list[Layer], fresh: Callable) -> dict:
 def linear(d: Draw) -> Callable[[Draw], Problem]:
     M, N, K = d.sizes(3, zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
-    fresh = layers(d, [(N, K)], dtype, True)
+    fresh = layers(d, [(N, K)], dtype, True, tokens=math.prod(lead))
     extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
-    ends = [] if "peft" in fresh.options.values() else [n for n in ("gamma", "residual") if d.chance(0.2)]
+    ends = [] if {"peft", "fp8"} & set(fresh.options.values()) else [n for n in ("gamma", "residual") if d.chance(0.2)]
 
     def one(e: Draw) -> Problem:
         t, (z,), slack = fresh(e)
@@ -429,19 +495,19 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
         def compose(f: Callable, t: Tensors) -> list[Tensor]:
             return [f(z, t, t["x"]) * t.get("gamma", 1) + t.get("residual", 0)]
 
-        return of_layers(t, call, compose, dtype, slack)
+        return of_layers(t, call, compose, dtype, slack, z.eight is None)
 
     return one
 
 
-def of_layers(t: Tensors, call: Formula, compose: Callable, dtype: torch.dtype, slack: float) -> Problem:
-    """``compose(f, t)`` builds the outputs of layers ``f(layer, tensors, input)``."""
+def of_layers(t: Tensors, call: Formula, compose: Callable, dtype: torch.dtype, slack: float, plain: bool = True) -> Problem:
+    """``compose(f, t)`` builds the outputs of layers ``f(layer, tensors, input)``. Code that is not ``plain`` has no naive twin."""
     return Problem(
         t,
         call,
         truth=lambda t: compose(Layer.truth, t),
         size=lambda t, p: compose(lambda z, t, x: z.size(t, x, p), t),
-        naive=lambda t: compose(Layer.naive, t),
+        naive=(lambda t: compose(Layer.naive, t)) if plain else None,
         dtype=dtype,
         trainable=[n for n in t if n[0] != "W"],
         slack=slack,
@@ -451,7 +517,7 @@ def of_layers(t: Tensors, call: Formula, compose: Callable, dtype: torch.dtype, 
 def group(d: Draw) -> Callable[[Draw], Problem]:
     M, K, *Ns = d.sizes(d.of(3, 4, 5, 6), zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
-    fresh = layers(d, [(N, K) for N in Ns], dtype, False)
+    fresh = layers(d, [(N, K) for N in Ns], dtype, False, tokens=math.prod(lead))
     extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
 
     def one(e: Draw) -> Problem:
@@ -462,7 +528,8 @@ def group(d: Draw) -> Callable[[Draw], Problem]:
         def call(t: Tensors) -> list[Tensor]:
             return list(dora_linear_group(t["x"], [z.member(t) for z in found], **more))
 
-        return of_layers(t, call, lambda f, t: [f(z, t, t["x"]) for z in found], dtype, slack)
+        plain = all(z.eight is None for z in found)
+        return of_layers(t, call, lambda f, t: [f(z, t, t["x"]) for z in found], dtype, slack, plain)
 
     return one
 
@@ -702,7 +769,7 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
     def one(e: Draw) -> Problem:
         t, c, codes = adapted(e, N, K, r, s, kind, dtypes, layouts, code)
         if back:  # a row that was wiped out does not come back
-            t["m"] = torch.where(t["m"] == 0, 1, t["m"])
+            t["m"] = torch.where(c == 0, 0, torch.where(t["m"] == 0, 1, t["m"]))  # but of 0 nothing was lost
         if with_gamma:
             t["gamma"] = e.lay(e.normal(N), dtype, "plain")
         slack = 0.0
@@ -758,7 +825,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     M, dtype, kind, by = (
         d.options.tokens or min(M, 150),
         d.dtype(),
-        d.of("plain", "zero_m", "negative_m", "zero_rows"),
+        d.of(*(k for k in ("plain", "zero_m", "negative_m", "zero_rows") if k in (d.options.kinds or KINDS))),
         d.of("offsets", "ids", "ids"),
     )
     slots = d.of(1, 2, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
@@ -773,7 +840,10 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     layouts = {n: d.layout(expanded=False) for n in "xWABmb"}
     with_c, inner = d.chance(0.5) and not plain, d.size(most=40) if act else 0
     shapes = [(2 * inner, K), (N, inner)] if act else [(N, K)]
-    codes = [coded(d, *shape) if not own or shape[0] % 16 == 0 else None for shape in shapes]
+    codes = [coded(d, *shape) if not own or d.options.rounds or shape[0] % 16 == 0 else None for shape in shapes]
+    if own and d.options.rounds and codes[0] and isinstance(block := codes[0]["block"], tuple) and N % block[0]:
+        codes[0]["block"] = "row"
+    products = {} if act or dtype.itemsize > 2 else asked(d, codes)
 
     def of_adapter(t: Tensor, name: str, g: int) -> Tensor:
         t = t[g] if own or name in "ABmc" else t
@@ -813,9 +883,15 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
         ends = [int((ids == g).sum()) for g in range(G)]
         t["x"] = e.lay(e.normal(*tokens, K), dtype, layouts["x"])
         if slots:
-            t["gates"] = e.lay(e.normal(M, slots).abs(), dtype, "plain")
+            gates = e.normal(
+                M, slots
+            ).abs()  # codes of dz are those of what was rounded for a gate: by powers of two nothing is
+            t["gates"] = e.lay(gates.log2().round().exp2() if products else gates, dtype, "plain")
         drawn = [e.random.getrandbits(62) for _ in range(G)]
         found = [[Layer(g, s[g], mode="lora" if p else "none", p=p, seed=drawn[g]) for g in range(G)] for _ in shapes]
+        how = eight(e, products, codes[0], banks[0][1], M * (slots or 1), N, dtype)
+        for z in found[0] if how else ():
+            z.eight = how._replace(a=how.a[z.i * own]) if how.a is not None else how
 
         def of_one(t: Tensors, i: int, g: int) -> Tensors:
             """The tensors of layer i of one adapter or expert."""
@@ -834,7 +910,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             if act:
                 both = (DoraLayer(*(part[n] for n in "WABm"), s[0], part["b"], part["c"]) for part in parts)
                 return [dora_experts_mlp(t["x"], *both, act=act, gates=t.get("gates"), **where)]
-            (part,), more = parts, {"bias": parts[0]["b"], "norm": parts[0]["c"]} | where
+            (part,), more = parts, {"bias": parts[0]["b"], "norm": parts[0]["c"]} | where | products
             tensors = [t["x"], *(part[n] for n in "WABm")]
             if own:
                 return [dora_experts(*tensors, s=s[0], gates=t.get("gates"), **more)]
@@ -842,7 +918,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             return [dora_linear_multi(*tensors, s=s, ranks=ranks, **more)]
 
         def compose(f: Callable, t: Tensors, glu: Callable = gated) -> list[Tensor]:
-            frozen, y = Layer(G, adapted=False), 0
+            frozen, y = Layer(G, adapted=False, eight=found[0][0].eight), 0
             for j in range(ids.shape[1]):
                 parts, places = [], []
                 for g in range(G + 1):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import random
 import types
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from tests import device  # noqa: F401 (read by the condition below)
 from tests.cases import Draw, rounds, usual
 from tests.checks import conv, embedding, experts, linear, merge, mlp, multi, norm
 from tests.eager import test_dropout
+from tests.functional import test_fp8
 
 DROPOUT = [
     test_dropout.test_known_bits,
@@ -21,6 +23,7 @@ DROPOUT = [
     test_dropout.test_drop_keeps_the_mean_and_dtype,
 ]
 
+EIGHT = [partial(test_fp8.slice_of_cases, name) for name in ("linear", "multi", "experts")]
 compose, group = ("compose", "delta"), ("group",)  # cases alone notice what is wrong there
 CASES = {
     experts: ("experts", "experts_mlp"),
@@ -195,6 +198,15 @@ FAULTS = [
     ("conv", "last.flatten(0, -2) if last.is_contiguous() else t.flatten(2)", "last.flatten(0, -2)", conv),
     ("compose", "g, bias = g[:, None], None if bias is None else bias[:, None]", "g = g[:, None]", conv),
     ("compose", "(None if d is None else d.sum(1) for d in (dg, dbias))", "(None if d is None else d[:, 0] for d in (dg, dbias))", conv),
+    ("fp8", "q = rounded(x, facts_of(W))", "q = x.float()", EIGHT),
+    ("fp8", "(1 / each)[:, :, None]", "(0.95 / each)[:, :, None]", EIGHT),
+    ("fp8", 'columns = BLOCK if facts.scale == "block" else', "columns =", EIGHT),
+    ("fp8", "each = each.where(largest > 0, 1.0)", "each = each.where(largest > 1, 1.0)", EIGHT),
+    ("fp8", "rounded(dz if a is None else dz.float() * a, facts)", "rounded(dz, facts)", EIGHT),
+    ("fp8", "rounded(dz if a is None else dz.float() * a, facts)", "(dz if a is None else dz.float() * a).float()", EIGHT),
+    ("linear", "base = base_of(flat, la.W) if fp8 else None", "base = None", EIGHT),
+    ("multi", "base = base_of(xs, bank.W) if fp8 else None", "base = None", EIGHT),
+    ("multi", "through = cast(through_base(rest, bank.W), x.dtype) if fp8", "through = cast(rest @ bank.W.dequantize(rest.dtype), x.dtype) if fp8", EIGHT),
     ("dropout", "x * (1 / (1 - p))", "x", DROPOUT),
     ("dropout", "int(p * 2**32)", "int((1 - p) * 2**32)", DROPOUT),
     ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p, rows) * x * (1 / (1 - p))", DROPOUT),
@@ -212,8 +224,8 @@ def swap(monkeypatch, module, old, new):
     mutant = types.ModuleType(module.__name__)
     exec(compile(source.replace(old, new), module.__file__, "exec"), mutant.__dict__)
     for name, f in vars(mutant).items():
-        if inspect.isfunction(f) and f.__module__ == module.__name__:
-            monkeypatch.setattr(getattr(module, name), "__code__", f.__code__)
+        if inspect.isfunction(f) and f.__module__ == (now := getattr(module, name)).__module__:  # else a test's, of other globals
+            monkeypatch.setattr(now, "__code__", f.__code__)
 
 
 def checks_of(module):
@@ -237,7 +249,7 @@ def caught_by(checks):
         try:
             check()
         except Exception as error:  # an assertion, gradcheck's RuntimeError, or an op that no longer runs
-            return f"{check.__name__}: {type(error).__name__}"
+            return f"{getattr(check, '__name__', check)}: {type(error).__name__}"
     return None
 
 

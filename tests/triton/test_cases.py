@@ -42,7 +42,7 @@ def test_tiles_by_tma(name, as_hopper, monkeypatch):
     from fdora.triton.tiles.product import Way, fused_config
 
     monkeypatch.setattr(product, "product_way", lambda *shape: Way("fused", fused_config(*shape), 0.0))
-    plans, drawn, steps = as_hopper(), usual(device.NAME, "triton")._replace(dtypes=["fp16"], largest=300, whole=True), []
+    plans, drawn, steps = as_hopper(), usual(device.NAME, "triton")._replace(dtypes=["fp16"], largest=300, whole=8), []
     for k in range(8):
         assert max(rounds(name, lambda part: Draw(random.Random(f"{name} {k} {part}"), drawn))) <= 1
         steps += [step for plan in plans.values() for step in launches(plan, "gemm") if by_tma(step)]

@@ -1,5 +1,6 @@
 """The kernels behind compute="fp8" against plain torch: the same codes bit for bit, the same layer; and that they compile."""
 
+import random
 from functools import partial
 
 import pytest
@@ -10,7 +11,6 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.eager.fp8 import quantised
 from fdora.functional import (
     DoraLayer,
-    dora_experts,
     dora_experts_mlp,
     dora_linear,
     dora_linear_group,
@@ -26,11 +26,14 @@ from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
+from tests.cases import FUNCTIONS, Draw, usual
 from tests.close import assert_compiles, assert_near, outputs_and_gradients, rel_l2
-from tests.functional.test_fp8 import S, bank, experts, layer, members, mx_layer, rounded, x_of
+from tests.functional.test_fp8 import S, experts, layer, members, mx_layer, x_of
+from tests.reference import rounded
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
+from tests.triton.test_ways import OF_CODES
 from tests.triton.written import BF16, FP32, alike, launches, results_of
 from tests.triton.written import bank as many
 
@@ -91,82 +94,33 @@ def assert_same(call, leaves, how, wanted, limit=2e-3):
     return got
 
 
-def wanted_of(how, M, by):
-    """What eager is asked for to compute as kernels do, which decode W for few tokens, and for gradients without TMA."""
-    return {} if M <= LIMIT else how if by == "tma" else {"compute": "fp8"}
+@needs_kernels
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_codes_kept_transposed_have_the_same_bits(kind, by):
+    x, (W, *t) = x_of(130, K=304, dtype=HALF), layer(kind, 160, 304, 20, dtype=HALF)
+    calls = [partial(dora_linear, x, each, *t, s=S, backend="triton", **CODES) for each in (W, with_transpose(W))]
+    assert all(map(torch.equal, *(outputs_and_gradients(call, [x, *t]) for call in calls)))
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "tall block"])
-@pytest.mark.parametrize("M, N, K, r", [(5, 152, 304, 20), (130, 152, 304, 20), (300, 264, 400, 80)])
-def test_the_same_layer(kind, M, N, K, r, by):
-    """Few tokens are multiplied by the decoded W, and on sm_90 those by a W of blocks that no tile has to itself."""
-    x, t = x_of(M, K=K, dtype=HALF), layer(kind, N, K, r, dtype=HALF)
-    bias = [torch.randn(N, device=device.NAME, dtype=HALF).requires_grad_()] if N > 152 else []
-    how, decoded = {"compute": "fp8"}, M <= LIMIT or (by == "tma" and kind == "tall block")
-    call = partial(dora_linear, x, *t, s=S, bias=bias[0] if bias else None)
-    assert_same(call, [x, *t[1:], *bias], how, {} if decoded else how)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "tall block"])
-@pytest.mark.parametrize(
-    "M, N, K, r, p", [(5, 160, 304, 20, 0), (130, 160, 304, 20, 0), (300, 256, 400, 80, 0), (90, 272, 128, 20, 0.4)]
-)
-def test_the_same_dx(kind, M, N, K, r, p, by):
-    """Few tokens, and scales of blocks that no step has to itself, are multiplied by the decoded W; and all without TMA."""
-    x, (W, *t) = x_of(M, K=K, dtype=HALF), layer(kind, N, K, r, dtype=HALF)
-    how, on_codes = {"grad_compute": "fp8"}, M > LIMIT and by == "tma" and kind != "tall block"
-    calls = [partial(dora_linear, x, each, *t, s=S, dropout_p=p, seed=7) for each in (W, with_transpose(W))]
-    assert all(map(torch.equal, *(assert_same(call, [x, *t], how, how if on_codes else {}) for call in calls)))
-
-
-@needs_kernels
-@pytest.mark.parametrize("kinds", [("row",), ("block", "row", "block")])
+@pytest.mark.parametrize("kind", ["row", "block"])
 @pytest.mark.parametrize("M, p", [(5, 0.0), (130, 0.0), (130, 0.3)])
-def test_the_same_group_and_mlp(M, p, kinds, by):
-    """h is one product or three. Where a kernel rounds an activation to the number beside eager's, its code may be the next one."""
-    group, of_group = members((160, 304), (32, 304), (96, 304), dtype=HALF, kinds=kinds)
-    group[1] = group[1]._replace(s=S if p else 0.3)
-    mlp, of_mlp = members((256, 304), (256, 304), (304, 256), dtype=HALF, kinds=kinds)
+def test_the_same_mlp(M, p, kind, by):
+    """Where a kernel rounds an activation to the number beside eager's, its code may be the next one."""
+    mlp, leaves = members((256, 304), (256, 304), (304, 256), dtype=HALF, kinds=(kind, "row", kind))
     x, how = x_of(M, K=304, dtype=HALF), {"dropout_p": p, "seed": [1, 2, 3] if p else None}
-    wanted = wanted_of(CODES, M, by)
-    assert_same(partial(dora_linear_group, x, group, **how), [x, *of_group], CODES, wanted, 3e-3)
-    assert_same(partial(dora_mlp, x, *mlp, **how), [x, *of_mlp], CODES, wanted, 1e-2)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
-@pytest.mark.parametrize("route", ["offsets", "ids"])
-@pytest.mark.parametrize(
-    "M, ranks, p", [(5, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.0), (130, (20, 3, 16), 0.4), (300, (100, 3, 120), 0.0)]
-)
-def test_the_same_bank(kind, route, M, ranks, p, by):
-    """With few ranks in all, and with many behind the product; dropped, which the product does not see."""
-    run, leaves, _ = bank(kind, M, 272, 304, ranks, route, HALF, bias=p > 0)
-    assert_same(partial(run, dropout_p=p, seed=[3, 4, 5]), leaves, CODES, wanted_of(CODES, M, by))
-
-
-def of_experts(kind, M, N, K, r=20, bias=True):
-    """A call of experts, its leaves, and the layer."""
-    of, _, ends, leaves = experts(kind, M, 3, N, K, r, HALF, bias)
-    x, ends = x_of(M, K=K, dtype=HALF), torch.tensor(ends, device=device.NAME)
-    return partial(dora_experts, x, *of[:4], s=S, bias=of.bias, norm=of.norm, offsets=ends), [x, *leaves], of
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
-@pytest.mark.parametrize("M, N, K, r", [(7, 256, 304, 20), (260, 256, 304, 20), (150, 384, 128, 70)])
-def test_the_same_experts(kind, M, N, K, r, by):
-    """However few tokens there are; without TMA W is decoded."""
-    call, leaves, _ = of_experts(kind, M, N, K, r, bias=r == 20)
-    assert_same(call, leaves, CODES, CODES if by == "tma" else {})
+    wanted = {} if M <= LIMIT else CODES if by == "tma" else {"compute": "fp8"}  # few tokens are multiplied by the decoded W
+    assert_same(partial(dora_mlp, x, *mlp, **how), [x, *leaves], CODES, wanted, 1e-2)
 
 
 @needs_kernels
 @pytest.mark.parametrize("M", [3, 130])
 def test_the_same_mlps_of_experts(M, by):
-    (_, (x, *first), up), (_, (_, *second), down) = of_experts("row", M, 256, 128), of_experts("row", M, 128, 128)
+    x, (up, first), (down, second) = (
+        x_of(M, K=128, dtype=HALF),
+        experts(3, 256, 128, dtype=HALF),
+        experts(3, 128, 128, dtype=HALF),
+    )
     call = partial(dora_experts_mlp, x, up, down, ids=torch.arange(M, device=device.NAME) % 3)
     assert_same(call, [x, *first, *second], CODES, CODES if by == "tma" else {}, 1e-2)
 
@@ -220,21 +174,13 @@ def test_a_block_of_next_to_nothing(w_scale, x_size, by):
 
 
 @needs_kernels
-def test_strides_dropout_and_compiled_code():
-    t = layer("block", K=320, dtype=HALF)
-    x, how = x_of(10, 8, K=640, dtype=HALF).detach()[..., ::2], {"compute": "fp8"}
-    for options in ({}, {"dropout_p": 0.4, "seed": 5}):
-        assert_same(partial(dora_linear, x, *t, s=S, **options), t[1:], how, how)
-    assert_compiles(lambda: dora_linear(x, *t, s=S, backend="triton", **how), t[1:], 1e-3)
-
-
-@needs_kernels
-def test_banks_and_experts_in_compiled_code(by):
+@pytest.mark.parametrize("name", ["linear", "multi", "experts"])
+def test_compiled_code(name, by):
     """As an op that a compiler sees by its fake."""
-    run, leaves, _ = bank("row", 130, 272, 304, (20, 3, 16), "offsets", HALF)
-    of, inputs, _ = of_experts("row", 40, 256, 304)
-    assert_compiles(lambda: run(backend="triton", **CODES), leaves, 1e-3)
-    assert_compiles(lambda: of(backend="triton", **CODES), inputs, 1e-3)
+    drawn = usual(device.NAME, "triton")._replace(**OF_CODES["of experts"])
+    problem = FUNCTIONS[name](Draw(random.Random(name), drawn))(Draw(random.Random(1), drawn))
+    leaves = [problem.tensors[n].requires_grad_() for n in problem.trainable]
+    assert_compiles(lambda: problem.call(problem.tensors), leaves, 1e-3)
 
 
 @pytest.mark.skipif(

@@ -51,6 +51,8 @@ FAULTS = [
     ("multi", "bt = tl.where(inside[None, :], bt, 0.0).to(h", "bt = bt.to(h"),  # what lies beyond a rank
     ("experts", "(there // k, t)", "(there // (k + 1), t)"),
 ]
+# the case that was red where many are not
+FIRST = {"y += 0.0": 26, "at = ((m // N).to(tl.int64) * strips) * N": 16, "tl.load(gates + t * k, mask": 5}
 
 
 def swap(monkeypatch, folder, old, new):
@@ -74,10 +76,10 @@ def swap(monkeypatch, folder, old, new):
                 monkeypatch.setattr(getattr(kernels, name), part, getattr(kernel, part))
 
 
-def caught_by(name, most=30, drawn=None):
-    """The first case of this function that is red, and how."""
+def caught_by(name, most=30, drawn=None, first=0):
+    """The first case of this function that is red, and how. ``first``: the one that is looked at before all others."""
     drawn = drawn or usual(device.NAME, "triton")._replace(largest=40)
-    for k in range(most):
+    for k in dict.fromkeys((first, *range(most))):
         try:
             list(rounds(name, lambda part: Draw(random.Random(f"fault {k} {part}"), drawn)))
         except Exception as error:  # a wrong result, or a kernel that no longer runs
@@ -88,7 +90,7 @@ def caught_by(name, most=30, drawn=None):
 @pytest.mark.parametrize(("name", "old", "new"), FAULTS, ids=[f"{name}:{new[:40]}" for name, _, new in FAULTS])
 def test_fault_is_caught(monkeypatch, tmp_path, name, old, new):
     swap(monkeypatch, tmp_path, old, new)
-    assert caught_by(name), "no case noticed"
+    assert caught_by(name, first=FIRST.get(new, 0)), "no case noticed"
 
 
 def test_the_sound_kernels_pass(monkeypatch, tmp_path):

@@ -9,9 +9,11 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.triton import embedding
 from fdora.triton.tiles.configs import GemmConfig, ScaleConfig, power_of_two
+from fdora.triton.tiles.few import LIMIT
+from fdora.triton.tiles.fp8 import POINTERS
 from fdora.triton.tiles.product import Way, fused_config
 from tests import device
-from tests.cases import Draw, rounds, usual
+from tests.cases import MULTIPLIED, Draw, rounds, usual
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 from tests.triton.test_mutations import caught_by, swap
 from tests.triton.written import kernels
@@ -28,6 +30,7 @@ class By(NamedTuple):
     changes: dict
     drawn: dict
     hopper: bool = False
+    count: int = 6  # cases
 
 
 LARGE = embedding.config_of(70_000, 300, 20, True, 2)  # of many tokens
@@ -52,7 +55,21 @@ IN_PARTS = {"scaled_weight.COLUMNS": 64, "scaled_weight.AT_ONCE": 48 * 64 * 2}
 APART = {"multi_table.RANKS": 0}
 TILES = APART | {"multi_gemm.APART": 0}
 SHORT = {"multi_bwd.scale_config": lambda *_: ScaleConfig(32, 64, 128, 16, 4)}
-HALF, WHOLE = {"dtypes": ["fp16"]}, {"dtypes": ["fp16"], "whole": True, "largest": 300}
+HALF, WHOLE = {"dtypes": ["fp16"]}, {"dtypes": ["fp16"], "whole": 8, "largest": 300}
+BY_POINTERS = {"fp8.fp8_config": lambda of, *_: POINTERS if of.M > LIMIT else None, "fp8.grouped_fp8": lambda *_: None}
+CODES, TALL_BLOCK = HALF | {"kinds": MULTIPLIED}, (64, 256)  # which no tile of an sm_90 has to itself
+
+
+def by_expert(block, M, N, K):
+    return block != TALL_BLOCK, block != TALL_BLOCK and N % 128 == 0
+
+
+OF_CODES = {
+    "by pointers": CODES | {"largest": 150, "rounds": lambda block, M, N, K: (M > LIMIT, False)},
+    "by tma": CODES | {"whole": 16, "largest": 160, "rounds": lambda block, M, N, K: (M > LIMIT and block != TALL_BLOCK,) * 2},
+    "of experts": CODES | {"whole": 16, "largest": 300, "tokens": 130, "rounds": by_expert},
+}
+BANK = {"tokens": 130, "kinds": MULTIPLIED[:-1]}  # dm of a bank where m is 0 is that of the decoded W
 WAYS = {
     "product after": By("group", "rest_kernel", product_by("after"), {"tokens": 97}),
     "product first": By("group", "product", product_by("first"), {"tokens": 97}),
@@ -84,13 +101,19 @@ WAYS = {
         "group", "factors_kernel", G_W | {"scale.long_strip": lambda *_: 0}, WHOLE | {"tokens": 97, "largest": 150}, True
     ),
     "table by tma": By("multi", "multi_table_kernel", {}, WHOLE | {"tokens": 130, "largest": 150}, True),
+    "codes by pointers": By("group", "fp8_gemm_kernel", BY_POINTERS, OF_CODES["by pointers"]),
+    "codes by tma": By("group", "turn_kernel", {}, OF_CODES["by tma"], True, 4),
+    "banks of codes by pointers": By("multi", "fp8_gemm_kernel", BY_POINTERS, OF_CODES["by pointers"] | BANK),
+    "banks of codes by tma": By("multi", "turn_kernel", {}, OF_CODES["by tma"] | BANK, True, 4),
+    "experts of codes": By("experts", "fp8_rows_kernel", {}, OF_CODES["of experts"], True, 2),
+    "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 1),
     "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
 }
 
 
 def prepared(way, patch, as_hopper):
     """As that way wants it: the function, and what its calls are drawn from."""
-    name, _, changes, drawn, hopper = WAYS[way]
+    name, _, changes, drawn, hopper, _ = WAYS[way]
     if hopper and device.NAME == "cpu":
         as_hopper()
     for place, new in changes.items():
@@ -101,7 +124,7 @@ def prepared(way, patch, as_hopper):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slice(way, chosen_anew, as_hopper, monkeypatch):
     name, drawn = prepared(way, monkeypatch, as_hopper)
-    for k in range(6):
+    for k in range(WAYS[way].count):
         assert max(rounds(name, lambda part: Draw(random.Random(f"{way} {k} {part}"), drawn))) <= 1, k
     assert any(kernels(plan)[WAYS[way].kernel] for plan in chosen_anew.values())
 
@@ -162,7 +185,24 @@ FAULTS = [
     ),
     ("tiles by tma", "t = tl.where((q < wide)[None, :], t, 0.0).to(dtype)", "t = t.to(dtype)"),
     ("copies of few rows", "at += rows", "at += 0"),
+    (
+        "codes by pointers",
+        "acc += tl.dot(xt, wt) * _scale_at(x_scale, w_scale, t, n, k0,",
+        "acc += tl.dot(xt, wt) * _scale_at(x_scale, w_scale, t, n, 0,",
+    ),
+    ("codes by pointers", "s = _scale_of(tl.max(largest, axis=0))", "s = _scale_of(tl.max(largest, axis=0) * 1.03)"),
+    ("codes by tma", "v *= vector(by, k, K)", "v *= 1.0"),
+    ("codes by tma", "at_w + after // BK, t, t < M)", "at_w, t, t < M)"),
+    ("banks of codes by tma", 'scale if form.scale == "tensor" else None, 1, ALL)', "None, 1, ALL)"),
+    ("experts of codes", "_unit(w_scale, (down + n) // BN, n < N, EMPTY)", "_unit(w_scale, n // BN, n < N, EMPTY)"),
+    ("dx of experts of codes", "w_scale + ((down + col) // BN)", "w_scale + (col // BN)"),
+    ("dx of experts of codes", "by += tl.minimum(adapter_of(t, None, offsets, M, G, BLOCK_G), G - 1)", "by += (t * 0)"),
 ]
+# as in test_mutations.py
+FIRST = {"right, skip = tails, 0": 24, '"W_SPAN": N if': 14, "elif row + v.shape[0] > M + 4:": 27}
+FIRST |= {"decode(plan, la.W, part, g, 0)": 24, "A.columns(0, j - i), dh)": 28, "plan.product(dx, dh, operand(plan, A))": 9}
+FIRST |= {"plan.product(dx, dz, operand(plan, W))": 9, "tl.sigmoid(gate * SHARPNESS) * (up + 1)": 14, "t = t.to(dtype)": 6}
+FIRST |= {"_unit(w_scale, n // BN, n < N, EMPTY)": 4, "w_scale + (col // BN)": 5, "None, 1, ALL)": 4}
 
 
 @pytest.mark.skipif(
@@ -172,4 +212,4 @@ FAULTS = [
 def test_fault_is_caught(way, old, new, chosen_anew, as_hopper, monkeypatch, tmp_path):
     name, drawn = prepared(way, monkeypatch, as_hopper)
     swap(monkeypatch, tmp_path, old, new)
-    assert caught_by(name, drawn=drawn), "no case noticed"
+    assert caught_by(name, drawn=drawn, first=FIRST.get(new, 0)), "no case noticed"
