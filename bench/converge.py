@@ -10,14 +10,14 @@
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
 all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. With
 ``--size large`` a wider one learns all of the library under autocast, in byte pairs of its own, and adapts to a third of
-torch's source, of which every tenth file is held out; ``--base`` keeps it for other commands. A seed draws the adapters and the order
-of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base, and PEFT's DoRA in float32 on the
-same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or Muon for A and B with AdamW for m
-(torch 2.9 has it). On a GPU steps are replays of a CUDA graph, unless something is dropped. Reported: mean and worst difference
-of the loss of a step, the mean relative difference of its gradient's norm, and the held-out loss at the end. Seeds and
-optimizers may be measured in several commands: bench.report puts their files together. With ``--dropout`` every way draws masks
-of its own, once for each of ``--masks``: what two curves differ by is then compared with what PEFT's own differ by from mask to
-mask. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
+torch's source, of which every tenth file is held out; ``--base`` keeps it for other commands. A seed draws the adapters and
+the order of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base, and PEFT's DoRA in
+float32 on the same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or Muon for A and B
+with AdamW for m (torch 2.9 has it). On a GPU steps are replays of a CUDA graph, unless something is dropped. Reported: mean
+and worst difference of the loss of a step, the mean relative difference of its gradient's norm, and the held-out loss at the
+end. Seeds and optimizers may be measured in several commands: bench.report puts their files together. With ``--dropout``
+every way draws masks of its own, once for each of ``--masks``: what two curves differ by is then compared with what PEFT's
+own differ by from mask to mask. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
 """
 
 from __future__ import annotations
