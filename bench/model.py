@@ -4,7 +4,7 @@
     python -m bench.model --sweep r --device cuda --json FILE
 
 The architecture is transformers' own with random weights, as many of its layers as fit; all linears but the head are adapted,
-away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One sequence,
+away from their start (B is not 0, g is spread by 0.0015), and the ways share weights, adapters and optimizer. One sequence,
 loss on its last tokens; Qwen3-VL sees one image, a quarter of the tokens, and its vision tower is adapted, too. Modes:
 inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8 micro-batches; each of these but the first
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from statistics import linear_regression
 
@@ -32,7 +33,7 @@ import fdora
 from bench import decoder
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
-from bench.rivals import adapted, paths
+from bench.rivals import COMPOSED, adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
 from bench.table import pivot, side_by_side
 from bench.ways import S
@@ -123,11 +124,12 @@ class Trained:
         *,
         dropout: float = 0.0,
         context=nullcontext,
+        optimizer: torch.optim.Optimizer | None = None,
     ):
         self.way, self.inputs, self.tokens, self.context = way, inputs, inputs["input_ids"].numel(), context
         self.model, self.leaves = adapted(way, base, values, "all-linear", S, "CAUSAL_LM", dropout)
         self.target = inputs["input_ids"].roll(-1, 1)[:, -loss_tokens:]
-        self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
+        self.optimizer = optimizer or adamw(self.leaves.values())
 
     def compile(self) -> None:
         compile_each(self.way, self.model.get_base_model().get_decoder().layers)
@@ -165,24 +167,28 @@ class Trained:
         return torch.no_grad()(self.logits) if kind == "inference" else lambda: self.step(micro_batches(mode))
 
 
+def adamw(leaves: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(leaves, lr=1e-5, fused=True)
+
+
 def micro_batches(mode: str) -> int:
     return 8 if mode.startswith("step_8") else 1
 
 
-def results(run: Trained) -> dict[str, Tensor]:
+def results(run: Trained, trained: bool = True) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
     with nothing_dropped(run.model):
-        gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
-        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm"}}
+        gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True)) if trained else {}
+        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm" if trained}}
 
 
 def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    return {name: apart(t, truth[name]) for name, t in results(run).items()}
+    return {name: apart(t, truth[name]) for name, t in results(run, len(truth) > 1).items()}
 
 
-def eagerly(run: Trained) -> dict[str, Tensor]:
+def eagerly(run: Trained, trained: bool) -> dict[str, Tensor]:
     with fdora.backend("eager"):
-        return results(run)
+        return results(run, trained)
 
 
 def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
@@ -214,8 +220,9 @@ class Bench:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
         torch.manual_seed(0)
         base = network(options, layers, width)
-        values = adapters(base, r, DTYPES[adapter])
+        values = {name: tuple(map(nn.Parameter, parts)) for name, parts in adapters(base, r, DTYPES[adapter]).items()}
         arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
+        how["optimizer"] = adamw([p for parts in values.values() for p in parts])
         last = min(options.loss_tokens, seq)
         return self.run.failed.attempt(options.ways, lambda way: Trained(way, *arguments, last, **how), at(where))
 
@@ -235,12 +242,15 @@ class Bench:
         """Before any optimizer step: the adapters are equal."""
         mine = [way for way in runs if "fdora" in way]
         if "peft_dora" in runs and mine:
-            truth, first = results(runs["peft_dora"]), runs[mine[0]]
+            fits = any(mode in KINDS for mode in self.options.modes)  # without checkpointing; or logits alone are compared
+            truth, first = results(runs["peft_dora"], fits), runs[mine[0]]
             found = {against(way): compare(runs[way], truth) for way in mine}
-            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first), at({"adapter": adapter})).values():
+            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first, fits), at({"adapter": adapter})).values():
                 found[OWN] = compare(first, own)
             found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
-            first.of("step_8")()  # as it will be timed: the paths of its calls are counted, too
+            first.of(
+                "step_8" if fits else "step_8_checkpointing"
+            )()  # as it will be timed: the paths of its calls are counted, too
             made = {"agreement": found, "paths": paths(first.model)}
             for part, each in made.items():
                 self.run.result[part][adapter] = each
@@ -333,7 +343,7 @@ def markdown(result: dict) -> str:
 
 
 OPTIONS = {
-    **stack(4, WAYS, many=True),
+    **stack(4, WAYS, many=True, more=COMPOSED),
     "--model": One(ARCHITECTURES, "qwen3-8b"),
     "--modes": Some(MODES, ()),
     "--sweep": One(SWEEPS),
