@@ -26,6 +26,7 @@ from bench import (
     jobs,
     jobs_bubble,
     model,
+    profile,
     quant,
     quant_model,
     schedule,
@@ -832,6 +833,10 @@ SECTIONS = {
     ),
     "Serving": (("serve",), serving),
     "Gradients through the norm": (("full",), lambda: runs("full", told)),
+    "Where a layer's time goes": (
+        ("profile_",),
+        lambda: runs("profile_", lambda found: [f"`{found['about']['arguments']}`", profile.markdown(found["rows"])]),
+    ),
     "Which way to take": (("model_", "steps"), advice),
     "Near g = 1": (("study_near",), near_one),
     "g in an adapter that was trained": (("study_spread",), spreads),
