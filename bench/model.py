@@ -5,7 +5,8 @@
 
 The architecture is transformers' own with random weights, as many of its layers as fit; all linears but the head are adapted,
 away from their start (B is not 0, g is spread by 0.0015), and the ways share weights, adapters and optimizer. One sequence,
-loss on its last tokens; Qwen3-VL sees one image, a quarter of the tokens, and its vision tower is adapted, too. Modes:
+loss on its last tokens; what can see sees one image (Gemma four), a quarter of the tokens, and its vision tower is adapted,
+too. Modes:
 inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8 micro-batches; each of these but the first
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
@@ -38,7 +39,7 @@ from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, 
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
-ARCHITECTURES = decoder.SIZES["causal"]
+ARCHITECTURES, VISION = decoder.SIZES["causal"], decoder.SIZES["vision"]
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
@@ -68,8 +69,8 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
         wide = round(width * sizes["intermediate_size"] / sizes["hidden_size"])
         sizes |= dict(hidden_size=width, num_attention_heads=heads, intermediate_size=wide, num_key_value_heads=-(-heads // 4))
     family = transformers.AutoModelForCausalLM
-    if kind == "Qwen3VLConfig":
-        family, sizes = transformers.AutoModelForImageTextToText, with_vision(sizes, options)
+    if kind in VISION:
+        family, sizes = transformers.AutoModelForImageTextToText, with_vision(VISION[kind], sizes, options)
     config = getattr(transformers, kind)(**sizes)
     config._attn_implementation = "sdpa"
     with torch.device(options.device):
@@ -80,15 +81,17 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
     return model.requires_grad_(False)
 
 
-def with_vision(text: dict, options) -> dict:
-    """Qwen3-VL around this text model. The tower is cut like the text; what it hands over on the way stays at its share."""
+def with_vision(vision: dict, text: dict, options) -> dict:
+    """A tower around this text model, cut like the text; what it hands over on the way stays at its share."""
     share = text["num_hidden_layers"] / ARCHITECTURES[options.model][1]["num_hidden_layers"]
-    vision = decoder.SIZES["vision"]["qwen3-vl"]
-    depth = max(1, round(share * vision["depth"]))
-    taps = sorted({i * depth // vision["depth"] for i in vision["deepstack_visual_indexes"]})
-    vision = vision | (decoder.SIZES["vision"]["tiny"] if options.tiny else {})
-    vision |= dict(depth=depth, deepstack_visual_indexes=taps, out_hidden_size=text["hidden_size"])
+    (name,) = {"depth", "num_hidden_layers"} & {*vision}
+    depth = max(1, round(share * vision[name]))
+    taps = {key: sorted({i * depth // vision[name] for i in at}) for key, at in vision.items() if isinstance(at, list)}
+    vision = vision | taps | {name: depth, "out_hidden_size": text["hidden_size"]}
     own = dict(image_token_id=text["vocab_size"] - 1, tie_word_embeddings=False)
+    if options.tiny:
+        vision, own["mm_tokens_per_image"] = vision | VISION["tiny"], 4
+        text |= {"rope_parameters": text["rope_parameters"] | {"mrope_section": [2, 3, 3]}} if "rope_parameters" in text else {}
     return dict(text_config=text, vision_config=vision) | own
 
 
@@ -99,16 +102,21 @@ def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
     vision = getattr(base.config, "vision_config", None)
     if vision is None:
         return {"input_ids": ids}
+    merge = getattr(vision, "spatial_merge_size", None) or getattr(base.config, "spatial_merge_size", None)
     side = math.isqrt(seq // 4)
-    ids[:, : side * side] = base.config.image_token_id
-    patches = side * vision.spatial_merge_size
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "input_ids": ids,
-        "mm_token_type_ids": (ids == base.config.image_token_id).int(),
-        "image_grid_thw": torch.tensor([[1, patches, patches]], device=device),
-        "pixel_values": torch.randn(patches * patches, pixels, device=device),
-    }
+    many = side * side if merge else base.config.mm_tokens_per_image  # of an image; Gemma's are of one size
+    images = 1 if merge else seq // 4 // many
+    ids[:, : images * many] = base.config.image_token_id
+    kinds = (ids == base.config.image_token_id).int()
+    if hasattr(vision, "temporal_patch_size"):
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        found = {"mm_token_type_ids": kinds, "image_grid_thw": torch.tensor([[1, side * merge, side * merge]], device=device)}
+        shape = (many * merge**2, pixels)
+    else:
+        size = side * merge * vision.patch_size if merge else vision.image_size
+        found = {"image_sizes": torch.tensor([[size, size]], device=device)} if merge else {"token_type_ids": kinds}
+        shape = (images, vision.num_channels, size, size)
+    return found | {"input_ids": ids, "pixel_values": torch.randn(*shape, device=device).to(base.dtype)}
 
 
 class Trained:

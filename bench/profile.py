@@ -8,8 +8,8 @@ FOLDER gets ``trace.json`` (chrome://tracing, Perfetto), ``kernels.json`` and ``
 bytes that its plan counts (``explain`` shows the same), a matrix product of torch's those of its shapes; the share of the roof
 is the larger of flops over the rate of a large bf16 product and bytes over that of a large copy, both measured here first, over
 the kernel's time. Of other kernels nobody says what they move. Each plan and each block is a range with its name, in the trace
-and as NVTX: ``nsys profile -t cuda,nvtx --capture-range=cudaProfilerApi python -m bench.profile ... --capture`` shows them, of the
-call alone, which nothing else profiles then. Without a GPU rows are torch's operations.
+and as NVTX: ``nsys profile -t cuda,nvtx --capture-range=cudaProfilerApi python -m bench.profile ... --capture`` shows them, of
+the call alone, which nothing else profiles then. Without a GPU rows are torch's operations.
 """
 
 from __future__ import annotations
