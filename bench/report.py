@@ -843,7 +843,11 @@ SECTIONS = {
     "Memory through a step": (("study_timeline",), timelines),
     "Many adapters in a pipeline": (
         ("schedule",),
-        lambda: [SCHEDULES, *(schedule.markdown(result(name)) for name in names("schedule"))],
+        lambda: [
+            SCHEDULES,
+            figure("lengths", "Lengths of the samples"),
+            *(schedule.markdown(result(name)) for name in names("schedule")),
+        ],
     ),
     "A model of 70B in a pipeline": (
         ("stages",),
