@@ -8,13 +8,16 @@
     python -m bench.converge --ways peft,fdora --dropout 0.05 --masks 0,1,2 --seeds 0    # dropout's curves from mask to mask
 
 A small causal language model of bytes learns the standard library's source (top-level modules), in float32. DoRA then adapts
-all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. A seed
-draws the adapters and the order of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base,
-and PEFT's DoRA in float32 on the same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or
-Muon for A and B with AdamW for m (torch 2.9 has it). Reported: mean and worst difference of the loss of a step, and the
-held-out loss at the end. Seeds and optimizers may be measured in several commands: bench.report puts their files together. With
-``--dropout`` every way draws masks of its own, once for each of ``--masks``: what two curves differ by is then compared with
-what PEFT's own differ by from mask to mask. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
+all its linears to another text, the language reference that pydoc carries, of which every tenth topic is held out. With
+``--size large`` a wider one learns all of the library under autocast, in byte pairs of its own, and adapts to a third of
+torch's source, of which every tenth file is held out; ``--base`` keeps it for other commands. A seed draws the adapters and
+the order of the data. Three ways from the same start: PEFT's DoRA and ``use_fdora`` on the bf16 base, and PEFT's DoRA in
+float32 on the same weights. float32 adapters run under bf16 autocast; ``--adapter bf16`` without. AdamW, or Muon for A and B
+with AdamW for m (torch 2.9 has it). On a GPU steps are replays of a CUDA graph, unless something is dropped. Reported: mean
+and worst difference of the loss of a step, the mean relative difference of its gradient's norm, and the held-out loss at the
+end. Seeds and optimizers may be measured in several commands: bench.report puts their files together. With ``--dropout``
+every way draws masks of its own, once for each of ``--masks``: what two curves differ by is then compared with what PEFT's
+own differ by from mask to mask. It fails where fdora ends farther from float32 than twice PEFT's distance and 0.01.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import copy
 import math
 import sysconfig
 import warnings
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import combinations, product
 from pathlib import Path
@@ -33,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import decoder
+from bench.clock import Failures
 from bench.decoder import LINEARS
 from bench.rivals import paths
 from bench.suite import One, Run, Some, Suite
@@ -46,10 +51,11 @@ HOW = {  # fdora with
     "fp8": {"compute": "fp8"},
     "fp8_grad": {"compute": "fp8", "grad_compute": "fp8"},
 }
-ALL = tuple(dict.fromkeys((*WAYS, *HOW)))
+ALL = tuple(dict.fromkeys((*WAYS, *HOW, "lora")))
 END = 200  # steps whose mean loss is noted
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
-SIZES, TINY = decoder.SIZES["converge"].values()
+SIZES = decoder.SIZES["converge"]
+WARM = 3  # steps before one is captured
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRETRAIN_LR, LR = 1e-3, 1e-3
 TARGET = 7.1e-4  # of the mean difference of a step's loss between fdora and PEFT
@@ -57,26 +63,42 @@ EVERY = 20  # steps between the losses that the JSON keeps
 SLACK = 0.01
 
 
-def corpora() -> tuple[bytes, bytes, bytes]:
-    """Source to learn, reference to adapt to, and the held-out part of that."""
+def corpora(options) -> list[Tensor]:
+    """Tokens of the source to learn, of the reference to adapt to, and of the held-out part of that."""
     from pydoc_data.topics import topics
 
-    source = b"\n".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
-    texts = [topics[name] for name in sorted(topics)]
+    def read(root: Path, pattern: str) -> list[str]:
+        paths = ((path, path.relative_to(root).parts) for path in sorted(root.glob(pattern)))
+        return [
+            p.read_bytes().decode(errors="replace") for p, parts in paths if not {"site-packages", "test", "tests"} & {*parts}
+        ]
+
+    large = options.size == "large"
+    source = read(Path(sysconfig.get_paths()["stdlib"]), "**/*.py" if large else "*.py")
+    texts = read(Path(torch.__file__).parent, "**/*.py")[::3] if large else [topics[name] for name in sorted(topics)]
+    if options.tiny:
+        source, texts = source[:20], texts[:20]
     held_out = [paragraph for text in texts[::10] for paragraph in text.split("\n\n")]
     del texts[::10]
     known = {paragraph for text in texts for paragraph in text.split("\n\n")}  # topics repeat one another
     new = [paragraph for paragraph in held_out if paragraph not in known]
-    return source, "\n\n".join(texts).encode(), "\n\n".join(new).encode()
+    found = ["\n".join(source), "\n\n".join(texts), "\n\n".join(new)]
+    if not large:
+        return [torch.frombuffer(bytearray(text.encode(errors="replace")), dtype=torch.uint8) for text in found]
+    from tokenizers import ByteLevelBPETokenizer
+
+    pieces = ByteLevelBPETokenizer()
+    pieces.train_from_iterator(source, vocab_size=SIZES["large"]["vocab_size"], show_progress=False)
+    encoded = (pieces.encode_batch(text.splitlines(keepends=True)) for text in found)
+    return [torch.tensor([token for part in parts for token in part.ids], dtype=torch.int16) for parts in encoded]
 
 
-def batches(text: bytes, steps: int, options, seed: int) -> list[Tensor]:
-    """``steps`` batches of windows, one byte longer than the model reads."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def batches(text: Tensor, steps: int, options, seed: int) -> list[Tensor]:
+    """``steps`` batches of windows, one token longer than the model reads."""
     starts = torch.randint(
-        len(data) - options.seq - 1, (steps, options.batch, 1), generator=torch.Generator().manual_seed(seed)
+        len(text) - options.seq - 1, (steps, options.batch, 1), generator=torch.Generator().manual_seed(seed)
     )
-    return list(data[starts + torch.arange(options.seq + 1)].to(options.device).long())
+    return list(text[starts + torch.arange(options.seq + 1)].to(options.device).long())
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -84,20 +106,59 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def train(model: nn.Module, data: list[Tensor], optimizers: list[torch.optim.Optimizer], context) -> Tensor:
-    """The loss of every step. The rate of learning falls to a tenth along a line."""
-    decay = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, len(data)) for o in optimizers]
-    losses = []
-    for batch in data:
+def train(
+    model: nn.Module, data: list[Tensor], optimizers: list[torch.optim.Optimizer], context, failed: Failures | None
+) -> Tensor:
+    """The loss of every step, and the norm of its gradient. The rate of learning falls to a tenth along a line: a share of what
+    optimizers do, whose own rate a graph would keep. ``failed``: where steps are replayed, who cannot be."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    batch, found = data[0].clone(), []
+    share = torch.ones((), device=batch.device)
+
+    def step() -> Tensor:
         with context:
             loss = loss_of(model, batch)
-        loss.backward()
-        for optimizer, schedule in zip(optimizers, decay, strict=True):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).double().cpu()
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = gradient
+        with torch.no_grad():
+            norm, before = nn.utils.get_total_norm([p.grad for p in parameters]), [p.clone() for p in parameters]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            moved = torch._foreach_sub(parameters, before)
+            torch._foreach_mul_(moved, share)
+            torch._foreach_copy_(parameters, torch._foreach_add(before, moved))
+            return torch.stack([loss, norm])
+
+    one = step
+    if failed is not None:
+        one = failed.attempt(["graph"], lambda _: replayed(step, parameters, optimizers)).get("graph", step)
+    for i, each in enumerate(data):
+        batch.copy_(each)
+        share.fill_(1 - 0.9 * i / len(data))
+        found.append(one().clone())
+    return torch.stack(found, 1).double().cpu()
+
+
+def replayed(step: Callable[[], Tensor], parameters: list[Tensor], optimizers: list) -> Callable[[], Tensor]:
+    """It as a CUDA graph; parameters and optimizers are left as they were."""
+    start, graph = [p.detach().clone() for p in parameters], torch.cuda.CUDAGraph()
+    try:
+        for _ in range(WARM):
+            step()
+        with torch.cuda.graph(graph):
+            found = step()
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, start)
+        for state in (state for optimizer in optimizers for state in optimizer.state.values()):
+            torch._foreach_zero_(list(state.values()))
+
+    def again() -> Tensor:
+        graph.replay()
+        return found
+
+    return again
 
 
 @torch.no_grad()
@@ -106,16 +167,36 @@ def held_out(model: nn.Module, data: list[Tensor], context) -> float:
         return torch.stack([loss_of(model, batch) for batch in data]).double().mean().item()
 
 
-def pretrained(text: bytes, options) -> tuple[nn.Module, Tensor]:
+def pretrained(options, failed: Failures | None) -> tuple[nn.Module, Tensor, list[Tensor]]:
+    """The base model in bf16, the losses of its training, and the tokens: those of ``--base`` where this has them."""
     import transformers
 
     torch.manual_seed(0)
-    sizes = TINY if options.tiny else SIZES
-    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=options.layers, tie_word_embeddings=False, **sizes)
+    sizes = SIZES[options.size] | (SIZES["tiny"] if options.tiny else {})
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 256} | sizes, num_hidden_layers=options.layers, tie_word_embeddings=False, use_cache=False
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).to(options.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LR, fused=True)
-    losses = train(model, batches(text, options.pretrain, options, -1), [optimizer], nullcontext())
-    return model.requires_grad_(False).to(torch.bfloat16), losses
+    if options.base and options.base.exists():
+        weights, losses, texts = torch.load(options.base)
+        model.load_state_dict(weights)
+    else:
+        texts, context = corpora(options), in_bf16(options) if options.size == "large" else nullcontext()
+        data = batches(texts[0], options.pretrain, options, -1)
+        lr = PRETRAIN_LR * min(1, 512 / config.hidden_size)
+        losses, _ = train(model, data, [adamw([*model.parameters()], options, lr)], context, failed)
+        if options.base:
+            options.base.parent.mkdir(parents=True, exist_ok=True)
+            torch.save((model.state_dict(), losses, texts), options.base)
+    return model.requires_grad_(False).to(torch.bfloat16), losses, texts
+
+
+def in_bf16(options) -> torch.autocast:
+    return torch.autocast(options.device, torch.bfloat16)
+
+
+def adamw(parameters: Iterable[Tensor], options, lr: float = LR, **how: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True, capturable=options.device != "cpu", **how)
 
 
 def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
@@ -127,7 +208,8 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     def build(model: nn.Module) -> nn.Module:
         torch.manual_seed(seed)
         names, p = list(LINEARS), options.dropout
-        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, lora_dropout=p, use_dora=True, target_modules=names)
+        dora = way != "lora"
+        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, lora_dropout=p, use_dora=dora, target_modules=names)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(model, config, autocast_adapter_dtype=False).train()
@@ -139,41 +221,43 @@ def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.data = start[name].data.to(DTYPES[options.adapter])
-    return model if way == "peft" else use_fdora(model, fuse=False, **HOW[way])
+    return use_fdora(model, fuse=False, **HOW[way]) if way in HOW else model
 
 
-def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+def optimizers_of(kind: str, model: nn.Module, options) -> list[torch.optim.Optimizer]:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim == 2] if kind == "muon" else []
     vectors = [p for p in trained if not any(p is each for each in matrices)]
-    found = [torch.optim.AdamW(vectors, lr=LR, weight_decay=0.01, fused=True)]
+    found = [adamw(vectors, options, weight_decay=0.01)] if vectors else []
     if matrices:
         found.append(torch.optim.Muon(matrices, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found
 
 
-def case(base: nn.Module, seed: int, kind: str, mask: int, texts: tuple[bytes, bytes], options) -> dict:
-    data, last = batches(texts[0], options.steps, options, seed), batches(texts[1], options.eval, options, 0)
+def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], options, failed: Failures | None) -> dict:
+    data, last = batches(texts[1], options.steps, options, seed), batches(texts[2], options.eval, options, 0)
     row = {"seed": seed, "optimizer": kind} | ({"mask": mask} if options.dropout else {})
-    row |= {"held_out_before": {}, "held_out": {}, "loss": {}, "end": {}}
-    losses = {}
+    row |= {"held_out_before": {}, "held_out": {}, "loss": {}, "end": {}, "gradient_norm": {}}
+    losses, sizes = {}, {}
     pairs = [(a, b) for a, b in (*PAIRS, *((way, "fdora") for way in HOW if way != "fdora")) if {a, b} <= set(options.ways)]
     for way in options.ways:
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
-        context = torch.autocast(options.device, torch.bfloat16) if mixed else nullcontext()
+        context = in_bf16(options) if mixed else nullcontext()
         row["held_out_before"][way] = round(held_out(model.eval(), last, context), 6)
         torch.manual_seed(mask)
-        losses[way] = train(model.train(), data, optimizers_of(kind, model), context)
+        losses[way], sizes[way] = train(model.train(), data, optimizers_of(kind, model, options), context, failed)
         row["held_out"][way] = round(held_out(model.eval(), last, context), 6)
-        row["loss"][way] = [round(each, 6) for each in losses[way][::EVERY].tolist()]
+        for metric, values in (("loss", losses[way]), ("gradient_norm", sizes[way])):
+            row[metric][way] = [round(each, 6) for each in values[::EVERY].tolist()]
         row["end"][way] = round(losses[way][-END:].mean().item(), 6)
         if way == "fdora":
             row["paths"] = paths(model)
     row["difference"] = {}
     for a, b in pairs:
         apart = (losses[a] - losses[b]).abs()
-        row["difference"][f"{a}, {b}"] = {"mean": apart.mean().item(), "worst": apart.max().item()}
+        norms = (sizes[a] / sizes[b] - 1).abs().mean().item()
+        row["difference"][f"{a}, {b}"] = {"mean": apart.mean().item(), "worst": apart.max().item(), "norm": norms}
     return row
 
 
@@ -190,6 +274,8 @@ def markdown(rows: list[dict]) -> str:
     before = "float32" if "float32" in ways else ways[0]
     said |= {"held out before": f"{{held_out_before[{before}]:.4f}}"}
     said |= {f"{way} after": f"{{held_out[{way}]:.4f}}" for way in ways}
+    if rows and "gradient_norm" in rows[0]:
+        said |= {f"{pair.replace(', ', ' - ')}: norm of the gradient": f"{{difference[{pair}][norm]:.1e}}" for pair in pairs}
     if rows and "end" in rows[0]:
         said |= {f"{way}, last {END} steps": f"{{end[{way}]:.4f}}" for way in ways}
     return "\n\n".join([columns(rows, said), *masked(rows)])
@@ -235,6 +321,8 @@ OPTIONS = {
     "--adapter": One(DTYPES, "fp32"),
     "--dropout": 0.0,
     "--masks": ([0], "seeds of dropout's masks"),
+    "--size": One(("usual", "large"), "usual"),
+    "--base": (Path, "the pretrained model, made where it is not"),
     "--tiny": False,
     "--ways": (Some(ALL, WAYS), f"some of {', '.join(ALL)}"),
 }
@@ -242,12 +330,12 @@ OPTIONS = {
 
 def measure(run: Run) -> None:
     options = run.options
-    source, reference, rest = corpora()
-    base, losses = pretrained(source, options)
+    failed = None if options.dropout or options.device == "cpu" else run.failed
+    base, losses, texts = pretrained(options, failed)
     sizes = {key: getattr(options, key) for key in ("adapter", "steps", "pretrain", "layers", "r", "batch", "seq")}
     sizes |= {"dropout": options.dropout} if options.dropout else {}
-    run.set(settings=sizes | (TINY if options.tiny else SIZES) | {"lr": LR})
-    run.set(bytes={"source": len(source), "reference": len(reference), "held_out": len(rest)})
+    run.set(settings=sizes | SIZES["tiny" if options.tiny else options.size] | {"lr": LR})
+    run.set(tokens=dict(zip(("source", "reference", "held_out"), map(len, texts), strict=True)), failed=run.failed)
     run.set(pretraining_loss=[round(each, 4) for each in losses[:: max(1, len(losses) // 20)].tolist()])
     print(line(["pretraining, loss", *run.result["pretraining_loss"]]), flush=True)
     if "muon" in options.optimizers and not hasattr(torch.optim, "Muon"):
@@ -255,7 +343,7 @@ def measure(run: Run) -> None:
         options.optimizers.remove("muon")
         run.result["skipped"] += [[seed, "muon"] for seed in options.seeds]
     for seed, kind, mask in run.cases(product(options.seeds, options.optimizers, options.masks)):
-        run.add(case(base, seed, kind, mask, (reference, rest), options))
+        run.add(case(base, seed, kind, mask, texts, options, failed))
 
 
 def judged(run: Run) -> None:

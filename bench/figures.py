@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from bench import ways
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
 from bench.records import names, result
+from bench.schedule import KINDS, drawn
 from bench.ways import NAMES
 
 LABELS, WIDTH, ROW, MARGIN = 190, 215, 24, 60  # pixels: left column, longest bar, height of a row, right of the longest bar
@@ -232,7 +233,15 @@ def stages(axes, panel: tuple[str, int]) -> None:
     axes.legend(fontsize=7)
 
 
+def lengths(axes, count: int) -> None:
+    """Of so many samples of each kind."""
+    for kind, (samples,) in zip(KINDS, drawn([*KINDS], 1, count, 2**13, 0), strict=True):
+        axes.hist(samples, range(0, 4001, 50), histtype="step", label=kind)
+    finish(axes, "tokens of a sample", f"samples of {count}")
+
+
 FIGURES = {
+    "lengths": Figure(lambda: [20000], lengths),
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
     **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SWEPT},

@@ -4,8 +4,9 @@
     python -m bench.model --sweep r --device cuda --json FILE
 
 The architecture is transformers' own with random weights, as many of its layers as fit; all linears but the head are adapted,
-away from their start (B is not 0, g is spread by 0.0015), and the ways share weights and have equal adapters. One sequence,
-loss on its last tokens; Qwen3-VL sees one image, a quarter of the tokens, and its vision tower is adapted, too. Modes:
+away from their start (B is not 0, g is spread by 0.0015), and the ways share weights, adapters and optimizer. One sequence,
+loss on its last tokens; what can see sees one image (Gemma four), a quarter of the tokens, and its vision tower is adapted,
+too. Modes:
 inference; gradient of all adapters; an optimizer step (fused AdamW) after 1 or 8 micro-batches; each of these but the first
 also with gradient checkpointing. Eager, then torch.compile per decoder layer (a vision tower stays eager: its attention reads
 the image's size on the host). float32 adapters run under bf16 autocast, as trainers run them. Wall time until the GPU is done,
@@ -21,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from statistics import linear_regression
 
@@ -32,12 +34,12 @@ import fdora
 from bench import decoder
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
-from bench.rivals import adapted, paths
+from bench.rivals import COMPOSED, adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
-ARCHITECTURES = decoder.SIZES["causal"]
+ARCHITECTURES, VISION = decoder.SIZES["causal"], decoder.SIZES["vision"]
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
 KINDS = ("gradient", "step", "step_8")
 MODES = ("inference", *KINDS, *(f"{kind}_checkpointing" for kind in KINDS))
@@ -67,8 +69,8 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
         wide = round(width * sizes["intermediate_size"] / sizes["hidden_size"])
         sizes |= dict(hidden_size=width, num_attention_heads=heads, intermediate_size=wide, num_key_value_heads=-(-heads // 4))
     family = transformers.AutoModelForCausalLM
-    if kind == "Qwen3VLConfig":
-        family, sizes = transformers.AutoModelForImageTextToText, with_vision(sizes, options)
+    if kind in VISION:
+        family, sizes = transformers.AutoModelForImageTextToText, with_vision(VISION[kind], sizes, options)
     config = getattr(transformers, kind)(**sizes)
     config._attn_implementation = "sdpa"
     with torch.device(options.device):
@@ -79,15 +81,17 @@ def network(options, layers: int, width: int | None = None) -> nn.Module:
     return model.requires_grad_(False)
 
 
-def with_vision(text: dict, options) -> dict:
-    """Qwen3-VL around this text model. The tower is cut like the text; what it hands over on the way stays at its share."""
+def with_vision(vision: dict, text: dict, options) -> dict:
+    """A tower around this text model, cut like the text; what it hands over on the way stays at its share."""
     share = text["num_hidden_layers"] / ARCHITECTURES[options.model][1]["num_hidden_layers"]
-    vision = decoder.SIZES["vision"]["qwen3-vl"]
-    depth = max(1, round(share * vision["depth"]))
-    taps = sorted({i * depth // vision["depth"] for i in vision["deepstack_visual_indexes"]})
-    vision = vision | (decoder.SIZES["vision"]["tiny"] if options.tiny else {})
-    vision |= dict(depth=depth, deepstack_visual_indexes=taps, out_hidden_size=text["hidden_size"])
+    (name,) = {"depth", "num_hidden_layers"} & {*vision}
+    depth = max(1, round(share * vision[name]))
+    taps = {key: sorted({i * depth // vision[name] for i in at}) for key, at in vision.items() if isinstance(at, list)}
+    vision = vision | taps | {name: depth, "out_hidden_size": text["hidden_size"]}
     own = dict(image_token_id=text["vocab_size"] - 1, tie_word_embeddings=False)
+    if options.tiny:
+        vision, own["mm_tokens_per_image"] = vision | VISION["tiny"], 4
+        text |= {"rope_parameters": text["rope_parameters"] | {"mrope_section": [2, 3, 3]}} if "rope_parameters" in text else {}
     return dict(text_config=text, vision_config=vision) | own
 
 
@@ -98,16 +102,21 @@ def inputs_for(base: nn.Module, seq: int) -> dict[str, Tensor]:
     vision = getattr(base.config, "vision_config", None)
     if vision is None:
         return {"input_ids": ids}
+    merge = getattr(vision, "spatial_merge_size", None) or getattr(base.config, "spatial_merge_size", None)
     side = math.isqrt(seq // 4)
-    ids[:, : side * side] = base.config.image_token_id
-    patches = side * vision.spatial_merge_size
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "input_ids": ids,
-        "mm_token_type_ids": (ids == base.config.image_token_id).int(),
-        "image_grid_thw": torch.tensor([[1, patches, patches]], device=device),
-        "pixel_values": torch.randn(patches * patches, pixels, device=device),
-    }
+    many = side * side if merge else base.config.mm_tokens_per_image  # of an image; Gemma's are of one size
+    images = 1 if merge else seq // 4 // many
+    ids[:, : images * many] = base.config.image_token_id
+    kinds = (ids == base.config.image_token_id).int()
+    if hasattr(vision, "temporal_patch_size"):
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        found = {"mm_token_type_ids": kinds, "image_grid_thw": torch.tensor([[1, side * merge, side * merge]], device=device)}
+        shape = (many * merge**2, pixels)
+    else:
+        size = side * merge * vision.patch_size if merge else vision.image_size
+        found = {"image_sizes": torch.tensor([[size, size]], device=device)} if merge else {"token_type_ids": kinds}
+        shape = (images, vision.num_channels, size, size)
+    return found | {"input_ids": ids, "pixel_values": torch.randn(*shape, device=device).to(base.dtype)}
 
 
 class Trained:
@@ -123,11 +132,12 @@ class Trained:
         *,
         dropout: float = 0.0,
         context=nullcontext,
+        optimizer: torch.optim.Optimizer | None = None,
     ):
         self.way, self.inputs, self.tokens, self.context = way, inputs, inputs["input_ids"].numel(), context
         self.model, self.leaves = adapted(way, base, values, "all-linear", S, "CAUSAL_LM", dropout)
         self.target = inputs["input_ids"].roll(-1, 1)[:, -loss_tokens:]
-        self.optimizer = torch.optim.AdamW(self.leaves.values(), lr=1e-5, fused=True)
+        self.optimizer = optimizer or adamw(self.leaves.values())
 
     def compile(self) -> None:
         compile_each(self.way, self.model.get_base_model().get_decoder().layers)
@@ -165,24 +175,28 @@ class Trained:
         return torch.no_grad()(self.logits) if kind == "inference" else lambda: self.step(micro_batches(mode))
 
 
+def adamw(leaves: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(leaves, lr=1e-5, fused=True)
+
+
 def micro_batches(mode: str) -> int:
     return 8 if mode.startswith("step_8") else 1
 
 
-def results(run: Trained) -> dict[str, Tensor]:
+def results(run: Trained, trained: bool = True) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
     with nothing_dropped(run.model):
-        gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True))
-        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm"}}
+        gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True)) if trained else {}
+        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm" if trained}}
 
 
 def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    return {name: apart(t, truth[name]) for name, t in results(run).items()}
+    return {name: apart(t, truth[name]) for name, t in results(run, len(truth) > 1).items()}
 
 
-def eagerly(run: Trained) -> dict[str, Tensor]:
+def eagerly(run: Trained, trained: bool) -> dict[str, Tensor]:
     with fdora.backend("eager"):
-        return results(run)
+        return results(run, trained)
 
 
 def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
@@ -214,8 +228,9 @@ class Bench:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
         torch.manual_seed(0)
         base = network(options, layers, width)
-        values = adapters(base, r, DTYPES[adapter])
+        values = {name: tuple(map(nn.Parameter, parts)) for name, parts in adapters(base, r, DTYPES[adapter]).items()}
         arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
+        how["optimizer"] = adamw([p for parts in values.values() for p in parts])
         last = min(options.loss_tokens, seq)
         return self.run.failed.attempt(options.ways, lambda way: Trained(way, *arguments, last, **how), at(where))
 
@@ -235,12 +250,15 @@ class Bench:
         """Before any optimizer step: the adapters are equal."""
         mine = [way for way in runs if "fdora" in way]
         if "peft_dora" in runs and mine:
-            truth, first = results(runs["peft_dora"]), runs[mine[0]]
+            fits = any(mode in KINDS for mode in self.options.modes)  # without checkpointing; or logits alone are compared
+            truth, first = results(runs["peft_dora"], fits), runs[mine[0]]
             found = {against(way): compare(runs[way], truth) for way in mine}
-            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first), at({"adapter": adapter})).values():
+            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first, fits), at({"adapter": adapter})).values():
                 found[OWN] = compare(first, own)
             found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
-            first.of("step_8")()  # as it will be timed: the paths of its calls are counted, too
+            first.of(
+                "step_8" if fits else "step_8_checkpointing"
+            )()  # as it will be timed: the paths of its calls are counted, too
             made = {"agreement": found, "paths": paths(first.model)}
             for part, each in made.items():
                 self.run.result[part][adapter] = each
@@ -333,7 +351,7 @@ def markdown(result: dict) -> str:
 
 
 OPTIONS = {
-    **stack(4, WAYS, many=True),
+    **stack(4, WAYS, many=True, more=COMPOSED),
     "--model": One(ARCHITECTURES, "qwen3-8b"),
     "--modes": Some(MODES, ()),
     "--sweep": One(SWEEPS),

@@ -1,6 +1,7 @@
 """Compare the ways to get the row norm: dense product, the factored form of the literature, tiles, and the kernel.
 
     python -m bench.norm_forms [--device cuda] [--json FILE]
+    python -m bench.norm_forms --shapes 768x2048x64,2048x7168x384    # experts of Qwen3-30B-A3B and DeepSeek-V3
 
 Times are medians of runs taken in turns, on a GPU of replayed CUDA graphs (GPU time, no launch overhead); memory is the
 allocator's peak beside the inputs; error is the worst row against float64. On a GPU the roof is printed too: the larger of
@@ -55,8 +56,8 @@ def rows_of(N, K, r, dtype, device, runs, facts):
 
 def measure(run):
     device = run.options.device
-    for shape, dtype in run.cases(product(SHAPES[:4] if device == "cpu" else SHAPES, (torch.float32, torch.bfloat16))):
+    for shape, dtype in run.cases(product(run.options.shapes, (torch.float32, torch.bfloat16))):
         run.add(*rows_of(*shape, dtype, device, run.options.runs, run.facts))
 
 
-main = Suite(measure, runs=9)
+main = Suite(measure, {"--shapes": (list(SHAPES), "N x K x r")}, runs=9)

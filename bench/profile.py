@@ -8,7 +8,8 @@ FOLDER gets ``trace.json`` (chrome://tracing, Perfetto), ``kernels.json`` and ``
 bytes that its plan counts (``explain`` shows the same), a matrix product of torch's those of its shapes; the share of the roof
 is the larger of flops over the rate of a large bf16 product and bytes over that of a large copy, both measured here first, over
 the kernel's time. Of other kernels nobody says what they move. Each plan and each block is a range with its name, in the trace
-and as NVTX: ``nsys profile -t cuda,nvtx python -m bench.profile ...`` shows them. Without a GPU rows are torch's operations.
+and as NVTX: ``nsys profile -t cuda,nvtx --capture-range=cudaProfilerApi python -m bench.profile ... --capture`` shows them, of
+the call alone, which nothing else profiles then. Without a GPU rows are torch's operations.
 """
 
 from __future__ import annotations
@@ -176,28 +177,32 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return columns(lines, COLUMNS)
 
 
-def profile(fn: Any, device: str, out: Path, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:
+def profile(fn: Any, options, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:
     """One call of it, after two that nobody looks at; the trace is written."""
     from torch.profiler import ProfilerActivity
 
-    on_gpu = device != "cpu"
+    device, out, on_gpu = options.device, options.out, options.device != "cpu"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for _ in range(2):
         fn()
-    seen = torch.profiler.profile(activities=activities, record_shapes=True)
+    seen: Any = torch.profiler.profile(activities=activities, record_shapes=True)
+    if options.capture:
+        seen = torch.cuda.profiler.profile() if on_gpu else nullcontext()
     with blocks_named(blocks, device), plans_named(device) as steps, seen:
         fn()
         if on_gpu:
             torch.cuda.synchronize()
     out.mkdir(parents=True, exist_ok=True)
+    if options.capture:
+        return []
     seen.export_chrome_trace(str(out / "trace.json"))
     return grouped(costed(all_of(seen, itemsize, device), steps), rates)
 
 
 def layer(options) -> tuple[Any, dict[str, nn.Module], int]:
-    """dora_linear with its norm given, or computed inside (``--way inside``)."""
+    """dora_linear with its norm given, or computed inside (``--way inside``), or another way of bench.layer."""
     i = ways.Inputs.random(options.M, options.K, options.N, options.r, ways.BF16, options.device)
-    way = ways.build("fdora_inside" if options.way == "inside" else "fdora", i)
+    way = ways.build("fdora_inside" if options.way == "inside" else options.way or "fdora", i)
     return way.forward if options.mode == "inference" else way.both, {}, 2
 
 
@@ -233,7 +238,8 @@ OPTIONS = {
     "what": dict(choices=WHAT),
     **{f"--{name}": size for name, size in dict(M=4096, K=4096, N=4096, r=64, layers=2, batch=0).items()},
     "--mode": One(["inference", "gradient"], "gradient"),
-    "--way": dict(help='of a model: one of bench.vit, of bench.model; of a layer "inside" computes its norm too'),
+    "--way": dict(help='one of bench.vit, bench.model, bench.layer; of a layer "inside" computes its norm too'),
+    "--capture": (False, "for nsys: no table"),
     "--out": dict(type=Path, required=True, help="a folder"),
 }
 
@@ -245,7 +251,7 @@ def measure(run: Run) -> None:
         warnings.simplefilter("ignore")
         fn, blocks, itemsize = WHAT[options.what](options)
         rates = run.facts if options.device != "cpu" else {}
-        run.set(rows=profile(fn, options.device, options.out, blocks, itemsize, rates))
+        run.set(rows=profile(fn, options, blocks, itemsize, rates))
     (options.out / "kernels.md").write_text(markdown(run.result["rows"]) + "\n")
 
 

@@ -31,7 +31,7 @@ CASE = frozenset(_CASE.split())
 # Metrics that a row has for each of its ways.
 _OF_WAYS = (
     "ms wall wall_ms us ratio error errors peak_mb kept kept_mb failed held_out held_out_before seconds loss difference scale "
-    "kernels excess forward both end"
+    "kernels excess forward both end gradient_norm"
 )
 OF_WAYS = frozenset(_OF_WAYS.split())
 

@@ -26,6 +26,7 @@ from bench import (
     jobs,
     jobs_bubble,
     model,
+    profile,
     quant,
     quant_model,
     schedule,
@@ -307,13 +308,18 @@ def norm_table(run: str, forms: Iterable[str], cases: Iterable[tuple], head: lis
     return table(["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", *head], lines)
 
 
+NORM_EXPERTS = {name: f"{{{name}}}" for name in ("form", "N", "K", "r", "dtype", "ms", "roof_ms", "peak_mb", "error")}
+TRAINED = {name: f"{{{name}}}" for name in ("way", "ms", "ms_ratio", "peak_mb", "tokens_per_s", "first_s")}
+
+
 def norms() -> list[str]:
     on_gpu = [(8192, 384, "bfloat16"), (4096, 16, "bfloat16"), (14336, 64, "bfloat16")]
     on_gpu += [(4096, 384, "bfloat16"), (4096, 384, "float32")]
     on_cpu = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
     gpu = norm_table("h100/norm_forms", ("dense", "triton"), on_gpu, ["roof, ms"], 3)
     cpu = norm_table("cpu/norm_forms", ("dense", "tiles", "factored"), on_cpu, ["`dora_norm(base_sqnorm=)`"], 1)
-    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu]
+    of_experts = runs("norm_experts", lambda found: [columns(found["rows"], NORM_EXPERTS)])
+    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu, *of_experts]
 
 
 COMPOSED = (
@@ -822,6 +828,12 @@ SECTIONS = {
         lambda: [LAYERS12, layers12_summary(), "The same with peak memory:", layers12()],
     ),
     "Training steps, few tokens and many": (("steps", "issue"), training_steps),
+    "transformers' Trainer": (
+        ("trainer",),
+        lambda: runs(
+            "trainer", lambda found: [columns(found["rows"], TRAINED)], ": {model}, {layers} layers, dropout {dropout}"
+        ),
+    ),
     "Whole models": (("model_",), models),
     "Fine-tuning, step by step": (("converge",), convergence),
     "Quantised base weights": (("quant",), quantised),
@@ -832,13 +844,21 @@ SECTIONS = {
     ),
     "Serving": (("serve",), serving),
     "Gradients through the norm": (("full",), lambda: runs("full", told)),
+    "Where a layer's time goes": (
+        ("profile_",),
+        lambda: runs("profile_", lambda found: [f"`{found['about']['arguments']}`", profile.markdown(found["rows"])]),
+    ),
     "Which way to take": (("model_", "steps"), advice),
     "Near g = 1": (("study_near",), near_one),
     "g in an adapter that was trained": (("study_spread",), spreads),
     "Memory through a step": (("study_timeline",), timelines),
     "Many adapters in a pipeline": (
         ("schedule",),
-        lambda: [SCHEDULES, *(schedule.markdown(result(name)) for name in names("schedule"))],
+        lambda: [
+            SCHEDULES,
+            figure("lengths", "Lengths of the samples"),
+            *(schedule.markdown(result(name)) for name in names("schedule")),
+        ],
     ),
     "A model of 70B in a pipeline": (
         ("stages",),

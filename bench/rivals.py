@@ -4,6 +4,7 @@ The paper's own code is not installable. :func:`paper_layer` loads its ``dora.py
 ``code/peft_patched/src/peft/tuners/lora`` of sockeye44/dorafactors) from a folder, if you have one, into stock PEFT;
 :func:`factored` is our own writing of its formula and data flow: the norm from base, cross and Gram terms in float32,
 chunked along K under 256 MB, rounded to the weight's dtype; g in the activations' dtype; a fused delta added to the base.
+In models it is composed eagerly, as is the form of most frameworks, whose norm is of W and the whole product B A (`COMPOSED`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,12 @@ def peft_layer(W: Tensor | nn.Module, A: Tensor, B: Tensor, m: Tensor | None, s:
 
 
 def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None, adapter: str = "default") -> dict[str, Tensor]:
-    """Put copies of these values, in their dtype, into PEFT's layer."""
+    """Put copies of these values, in their dtype, into PEFT's layer; a parameter itself, for layers that share it."""
     parts = {"A": (layer.lora_A, A), "B": (layer.lora_B, B)}
     if m is not None:
         parts["m"] = (layer.lora_magnitude_vector, m)
     for modules, value in parts.values():
-        modules[adapter].weight = nn.Parameter(value.detach().clone())
+        modules[adapter].weight = value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach().clone())
     return {name: modules[adapter].weight for name, (modules, _) in parts.items()}
 
 
@@ -74,9 +76,8 @@ def adapted(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of this model around the same weights with PEFT's adapters of these values, and its leaves. ``way`` says whether
     they are LoRA's, and whether use_fdora follows: ``fused``, with norms on ``shards``, with ``lora_dropout``, which drops the
-    adapter's input alone, in the place of PEFT's meaning; with ``fp8``, which does too, and rounds the weights of its copy. A
-    PEFT model for this ``task`` ("": for none), or layers changed in
-    place."""
+    adapter's input alone, in the place of PEFT's meaning; with ``fp8``, which does too, and rounds the weights of its copy; or
+    one of `COMPOSED` has its layers computed so. A PEFT model for this ``task`` ("": for none), or layers changed in place."""
     from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
     from fdora.integrations.peft import use_fdora
@@ -100,6 +101,11 @@ def adapted(
         mode: dict[str, Any] = {"dropout_mode": "lora"} if "lora_dropout" in way or "fp8" in way else {}
         mode |= {"compute": "fp8", "grad_compute": "fp8", "transposed": "transposed" in way} if "fp8" in way else {}
         use_fdora(model, fuse="fused" in way, norms_on_shards="shards" in way, **mode)
+    if way in COMPOSED:
+        for layer in map(
+            model.get_submodule, {path.rpartition(".lora_magnitude_vector")[0] for path, _ in model.named_modules()} - {""}
+        ):
+            layer.forward = partial(composed, COMPOSED[way], layer, s)
     return model.train(), leaves
 
 
@@ -164,6 +170,25 @@ def factored_norm(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
         gram.addmm_(a, a.mT)
     sq = base + 2 * s * (B * U).sum(1) + s * s * ((B @ gram) * B).sum(1)
     return sq.clamp_min(0).sqrt().to(W.dtype)
+
+
+@torch.no_grad()
+def dense_norm(W: Tensor, A: Tensor, B: Tensor, s: float) -> Tensor:
+    return torch.linalg.vector_norm(W + s * (B @ A), dim=1).to(W.dtype)
+
+
+def composed(norm: Callable[..., Tensor], layer: nn.Module, s: float, x: Tensor) -> Tensor:
+    """The forward of PEFT's layer in plain torch, LoRA's input dropped alone."""
+    W, bias = layer.base_layer.weight, layer.base_layer.bias
+    A, B = (each["default"].weight for each in (layer.lora_A, layer.lora_B))
+    base = F.linear(x, W)
+    lora = F.linear(F.linear(layer.lora_dropout["default"](x).to(A.dtype), A), B).to(x.dtype)
+    g = (layer.lora_magnitude_vector["default"].weight / norm(W, A, B, s)).to(x.dtype)
+    y = base + ((g - 1) * base + g * s * lora)
+    return y if bias is None else y + bias
+
+
+COMPOSED = {"dense": dense_norm, "factored": factored_norm}
 
 
 def factored(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, s: float) -> Tensor:

@@ -101,15 +101,17 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
         parser.add_argument(name, **how)
 
 
-def stack(layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False) -> dict[str, Any]:
+def stack(
+    layers: int, ways: Iterable[str], seq: int | None = 4096, r: int = 64, many: bool = False, more: Iterable[str] = ()
+) -> dict[str, Any]:
     """What commands of decoder layers share. ``seq=None``: their cases say how many tokens and which rank. ``many``: adapters
-    of several dtypes. Each way of fdora has others with an end of bench.ways.ENDS, for who asks."""
+    of several dtypes. Each way of fdora has others with an end of bench.ways.ENDS, for who asks, as are ``more``."""
     ways, dtypes = list(ways), ("bf16", "fp32")
     sizes = {} if seq is None else {"--seq": seq, "--r": r}
     dtype = {"--dtype": (One(dtypes, "bf16"), "of weights and activations")}
     adapter = {"--adapter": (Some(dtypes, ()) if many else One(dtypes, "bf16"), "of A, B and m")}
     dropout = {"--dropout": (0.0, "lora_dropout of every way; nothing is dropped where results are compared")}
-    every = [*ways, *(f"{way}_{end}" for way in ways if "fdora" in way for end in ENDS)]
+    every = [*ways, *more, *(f"{way}_{end}" for way in ways if "fdora" in way for end in ENDS)]
     return {"--layers": layers, **sizes, "--loss-tokens": 1024, **dtype, **adapter, **dropout, "--ways": Some(every, ways)}
 
 

@@ -3,12 +3,17 @@
     python -m bench.trainer --device cuda --json FILE
     python -m bench.trainer --device cuda --layers 8 --steps 6
     python -m bench.trainer --device cuda --compiled
+    python -m bench.trainer --device cuda --recipe metamath --model llama-3.2-3b --layers 28 --r 32 --dropout 0 --most 768
 
 bench.model's models with random weights in bf16, float32 adapters under bf16 autocast, lora_dropout 0.05, every decoder layer
 checkpointed, a fused AdamW, data loading in two processes (none on a CPU), a log line each step. A step is 16 micro-batches of
 one sequence, unpadded, in one order for all ways. Lengths are bench.schedule's "mixed": log-normal by median and spread of the
 example lengths that LoRAFusion's source gives for XSum, CNN/DailyMail and WikiSum together, 5 % below 351 tokens, half below
 882, 95 % below 2216, cut at ``--most``. Tokens are random, of few kinds: what there is to learn is which.
+
+``--recipe metamath``: as PEFT's method_comparison trains on MetaMathQA. A step is one batch of four sequences, padded, out of
+twenty batches that are sorted by length; q_proj and v_proj alone are adapted (so with ``peft_fdora``: no block is whole),
+nothing is checkpointed, and float32 adapters of a bf16 model run without autocast.
 
 A step's wall time runs from the end of the step before until the GPU is done; the first, from the start of the training, has
 compilation in it. ``ms`` is the median and ``seconds`` the sum over the steps behind the first two, with their shares of
@@ -23,10 +28,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from bench import model, schedule
 from bench.clock import free, synchronize
@@ -37,28 +46,47 @@ from bench.ways import S
 from fdora.integrations.peft import warmup
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora_fused", "peft_fdora_fused_lora_dropout")
-MICRO = 16
+
+
+class Recipe(NamedTuple):
+    lengths: str  # of bench.schedule
+    rows: int  # of a micro-batch
+    micro: int  # batches of a step
+    sorted: int  # sequences at a time
+    targets: tuple[str, ...]  # none: all linears
+    light: bool  # checkpointing, and autocast
+
+
+RECIPES = {
+    "usual": Recipe("mixed", 1, 16, 1, (), True),
+    "metamath": Recipe("metamath", 4, 1, 80, ("q_proj", "v_proj"), False),
+}
 BEGIN = 2  # steps that may compile
 WORDS = 1000  # kinds of tokens
 SHORTER = 64  # of --tiny
 LOGGED = ("loss", "grad_norm")
-FACTS = ("model", "layers", "dtype", "adapter", "dropout", "compiled", "steps", "seed")
+FACTS = ("recipe", "model", "layers", "dtype", "adapter", "dropout", "compiled", "steps", "seed")
 
 
 def samples(vocabulary: int, options) -> list[dict[str, Tensor]]:
-    """What one sequence is for the Trainer, for every micro-batch of every step."""
-    generator = torch.Generator().manual_seed(0)
-    ((*batches,),) = schedule.drawn(["mixed"], options.steps, MICRO, options.most, seed=0)
+    """What the Trainer gets for every micro-batch of every step, in an order of its own."""
+    generator, recipe, found = torch.Generator().manual_seed(0), RECIPES[options.recipe], []
+    ((*batches,),) = schedule.drawn([recipe.lengths], options.steps, recipe.micro * recipe.rows, options.most, seed=0)
     lengths = [length // SHORTER + 1 if options.tiny else length for batch in batches for length in batch]
-    ids = [torch.randint(min(WORDS, vocabulary), (length,), generator=generator) for length in lengths]
-    return [{"input_ids": each, "labels": each} for each in ids]
+    lengths = [each for i in range(0, len(lengths), recipe.sorted) for each in sorted(lengths[i : i + recipe.sorted])[::-1]]
+    for i in range(0, len(lengths), recipe.rows):
+        ids = [torch.randint(min(WORDS, vocabulary), (length,), generator=generator) for length in lengths[i : i + recipe.rows]]
+        padded = {name: pad_sequence(ids, True, value) for name, value in (("input_ids", 0), ("labels", -100))}
+        mask = {"attention_mask": (padded["labels"] >= 0).long()} if recipe.rows > 1 else {}
+        found.append(padded | mask)
+    return found
 
 
 def trained(way: nn.Module, data: Sequence[dict[str, Tensor]], options) -> tuple[list[float], list[int], dict[str, list]]:
     """Of each step: seconds, tokens, and what is logged."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    ends, tokens = [], []
+    ends, tokens, recipe = [], [], RECIPES[options.recipe]
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
@@ -83,12 +111,12 @@ def trained(way: nn.Module, data: Sequence[dict[str, Tensor]], options) -> tuple
             output_dir=folder,
             max_steps=options.steps,
             per_device_train_batch_size=1,
-            gradient_accumulation_steps=MICRO,
-            gradient_checkpointing=True,
+            gradient_accumulation_steps=recipe.micro,
+            gradient_checkpointing=recipe.light,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             learning_rate=1e-4,
             optim="adamw_torch_fused",
-            bf16=(options.dtype, options.adapter) == ("bf16", "fp32"),
+            bf16=recipe.light and (options.dtype, options.adapter) == ("bf16", "fp32"),
             torch_compile=options.compiled,
             dataloader_num_workers=0 if on_cpu else 2,
             use_cpu=on_cpu,
@@ -99,7 +127,7 @@ def trained(way: nn.Module, data: Sequence[dict[str, Tensor]], options) -> tuple
             seed=options.seed,
             data_seed=0,
         )
-        trainer = Counted(way, arguments, train_dataset=data, callbacks=[Clock()])
+        trainer = Counted(way, arguments, train_dataset=data, data_collator=itemgetter(0), callbacks=[Clock()])
         trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]
     logged = {key: [round(line[key], 6) for line in steps] for key in LOGGED}
@@ -108,14 +136,14 @@ def trained(way: nn.Module, data: Sequence[dict[str, Tensor]], options) -> tuple
 
 def row(way: str, base: nn.Module, values: dict, data: list[dict[str, Tensor]], run: Run) -> dict:
     options, found, on_gpu = run.options, {"way": way}, run.options.device != "cpu"
-    how = adapted_as(options)
+    how, recipe = adapted_as(options), RECIPES[options.recipe]
     torch._dynamo.reset()
     free(options.device)
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    made, _ = adapted(way, base, values, "all-linear", S, "CAUSAL_LM", how["dropout"])
+    made, _ = adapted(way, base, values, recipe.targets or "all-linear", S, "CAUSAL_LM", how["dropout"])
     if options.warmup and "fdora" in way:
-        with how["context"]():
-            done = warmup(made, {len(each["input_ids"]) for each in data})
+        with how["context"]() if recipe.light else nullcontext():
+            done = warmup(made, {each["input_ids"].numel() for each in data})
         found |= {"warmup_s": round(done.seconds, 2), "kernels": done.kernels}
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -131,11 +159,12 @@ def row(way: str, base: nn.Module, values: dict, data: list[dict[str, Tensor]], 
 
 
 def measure(run: Run) -> None:
-    options = run.options
-    run.set(**{name: getattr(options, name) for name in FACTS}, micro_batches=MICRO, paths={}, failed=run.failed)
+    options, recipe = run.options, RECIPES[run.options.recipe]
+    run.set(**{name: getattr(options, name) for name in FACTS}, micro_batches=recipe.micro, paths={}, failed=run.failed)
     torch.manual_seed(0)
     base = model.network(options, options.layers)
-    values, data = adapters(base, options.r, DTYPES[options.adapter]), samples(base.config.vocab_size, options)
+    values = adapters(base, options.r, DTYPES[options.adapter], recipe.targets)
+    data = samples(base.config.vocab_size, options)
     for way in options.ways:
         for each in run.failed.attempt([way], lambda way: row(way, base, values, data, run)).values():
             run.add(each | against(each, {row["way"]: row for row in run.result["rows"]}))
@@ -158,10 +187,11 @@ def judged(run: Run) -> None:
 
 
 OPTIONS = {
-    **{name: each for name, each in stack(36, WAYS, seq=None).items() if name != "--loss-tokens"},
+    **{name: each for name, each in stack(36, WAYS, seq=None, more=["peft_fdora"]).items() if name != "--loss-tokens"},
     "--model": One(model.ARCHITECTURES, "qwen3-8b"),
     "--adapter": (One(DTYPES, "fp32"), "of A, B and m; of a bf16 model under autocast"),
     "--dropout": (0.05, "lora_dropout of every way"),
+    "--recipe": One(RECIPES, "usual"),
     "--r": 64,
     "--steps": 12,
     "--most": 4000,

@@ -45,7 +45,7 @@ SMALL = {
     "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
     "diffusion": "--tiny --models sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1 --checkpointing yes",
-    "converge": "--tiny --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0 --optimizers adamw",
+    "converge": "--tiny --size large --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0",
     "parallel": "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32",
     "sharded": STACK + "--modes step --dtype fp32 --adapter fp32",
 }

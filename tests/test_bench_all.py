@@ -172,7 +172,7 @@ def test_commands_take_their_arguments(tmp_path, monkeypatch):
             assert name == "demo" or (asked[name].commit, asked[name].json) == ("abc", tmp_path / "x:run")
     assert asked["group"].seconds == asked["layer_few"].seconds == asked["converge_s2"].seconds == 500 - everything.LAST_CASE
     assert str(tmp_path) in str(asked["layer_quick"].rival_path) and asked["converge_muon_s2"].seeds == [2]
-    assert {each.model for name, each in asked.items() if name.startswith("model_")} == set(model.ARCHITECTURES)
+    assert {each.model for name, each in asked.items() if name.startswith(("model_", "trainer_"))} == set(model.ARCHITECTURES)
     assert {each.sweep for name, each in asked.items() if name.startswith("model_")} == {None, *model.SWEEPS}
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import checkouts, group, layer, serve, ways
+from bench import checkouts, decoder, group, layer, serve, ways
+from bench.rivals import COMPOSED, adapted
 from tests.test_bench import LAYER, SMALL, run
 
 
@@ -257,3 +258,21 @@ def test_rival_path_is_a_folder(tmp_path):
         layer.main.parse(["--rival-path", str(tmp_path / "none")])
     options = group.main.parse(["--rival-path", f"{tmp_path},{tmp_path.parent}", "--rival-path", str(tmp_path)])
     assert options.rival_path == [tmp_path, tmp_path.parent, tmp_path] and layer.main.parse([]).rival_path == []
+
+
+@pytest.mark.parametrize("way", COMPOSED)
+def test_models_in_the_form_of_others_compute_pefts_dora(way):
+    """Outputs and gradients of a model with a bias; and a parameter that is given is shared."""
+    base = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.ReLU(), torch.nn.Linear(32, 24, bias=False)).requires_grad_(
+        False
+    )
+    values = {name: tuple(map(torch.nn.Parameter, parts)) for name, parts in decoder.adapters(base, 4, torch.float32).items()}
+    x, found = torch.randn(5, 48), []
+    for each in ("peft_dora", way):
+        model, leaves = adapted(each, base, values, ["0", "2"], ways.S)
+        assert leaves["B of 2"] is values["2"][1]
+        assert ("forward" in vars(model[0])) == (each == way)
+        y = model(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)

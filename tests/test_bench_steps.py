@@ -1,6 +1,7 @@
 """bench.steps and bench.issue_time in small, on the CPU: what they write, what they compare, and how GPU time is taken."""
 
 import argparse
+import contextlib
 
 import pytest
 import torch
@@ -317,3 +318,31 @@ def test_curves_of_other_masks_are_compared_with_those_of_pefts():
     ]
     assert converge.masked(rows) == ["adamw, seed 0: PEFT from mask to mask 5.00e-01, fdora from PEFT 1.50e+00."]
     assert converge.masked(rows[:1]) == []
+
+
+def test_the_rate_of_learning_falls_to_a_tenth_along_a_line():
+    """As torch's schedule has it, with an optimizer that knows its first rate alone."""
+    steps, data = 5, [torch.tensor([[0, i % 3, 1]]) for i in range(5)]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = torch.nn.Parameter(torch.linspace(0, 1, 9).view(3, 3))
+
+        def forward(self, input_ids, use_cache):
+            return argparse.Namespace(logits=self.logits[input_ids])
+
+    mine, theirs = Model(), Model()
+    losses, norms = converge.train(mine, data, [torch.optim.SGD(mine.parameters(), lr=0.5)], contextlib.nullcontext(), None)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    for i, batch in enumerate(data):
+        loss = converge.loss_of(theirs, batch)
+        loss.backward()
+        assert losses[i].item() == pytest.approx(loss.item()) and norms[i].item() == pytest.approx(
+            theirs.logits.grad.norm().item()
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    torch.testing.assert_close(mine.logits, theirs.logits)

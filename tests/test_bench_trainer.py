@@ -15,10 +15,23 @@ def test_fdora_trains_as_pefts_dora(tmp_path):
     result = records.load(path)
     dora, fdora = result["rows"]
     assert result["failed"] == {} and result["paths"] == {"peft_fdora_fused": {"fused": fdora_calls(result)}}
-    lengths = [len(each["input_ids"]) for each in trainer.samples(128, trainer.main.parse(SMALL.split()))]
+    lengths = [each["input_ids"].numel() for each in trainer.samples(128, trainer.main.parse(SMALL.split()))]
     assert dora["tokens"] == fdora["tokens"] == sum(lengths) and len(set(lengths)) > 10
     assert len({*dora["loss"]}) == len({*dora["grad_norm"]}) == 3 and 0 < fdora["apart"] < 0.02
     assert (dora["way"], fdora["ms_ratio"]) == ("peft_dora", 1.0)  # no LoRA beside it
+
+
+def test_the_recipe_of_pefts_comparison(tmp_path):
+    """Two linears of a layer, once forward in every step; padded rows of like lengths, of which the padding is no label."""
+    path, options = tmp_path / "result.json", "--recipe metamath --tiny --layers 1 --r 4 --steps 24 --dropout 0"
+    trainer.main([*f"{options} --ways peft_dora,peft_fdora".split(), "--json", str(path)])
+    result = records.load(path)
+    assert result["failed"] == {} and result["paths"] == {"peft_fdora": {"fused": 2 * 24}} and result["recipe"] == "metamath"
+    data = trainer.samples(128, trainer.main.parse(options.replace("--tiny", "").split()))
+    assert all(len(each["input_ids"]) == 4 for each in data) and len(data) == 24
+    rows = [each["attention_mask"].sum(1).tolist() for each in data]
+    assert all(row == sorted(row)[::-1] for row in rows) and rows[19][0] < rows[0][0] and 150 < sum(map(sum, rows)) / 96 < 270
+    assert all(((each["labels"] == -100) == (each["attention_mask"] == 0)).all() for each in data)
 
 
 def fdora_calls(result):

@@ -623,7 +623,7 @@ def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
     for gpu in ("h100", "h200"):
         made_up(elsewhere, gpu)
     panels = {name: each.panels() for name, each in figures.FIGURES.items()}
-    counts = {"rank": 2, "roofline": 2, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
+    counts = {"lengths": 1, "rank": 2, "roofline": 2, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
     counts |= {"near": 2, "spread": 3, "timeline": 0, "stages": 2}  # of a CPU: dtypes, numbers of steps, of stages
     assert {name: len(each) for name, each in panels.items()} == counts
     assert panels["roofline"] == ["h100/norm_forms", "h200/norm_forms"]  # a CPU has no roof
