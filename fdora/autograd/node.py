@@ -176,12 +176,13 @@ def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
     return [*found, *[None] * (count - len(found))]  # none of packed tensors
 
 
-def to_save(ctx: Any, flat: Sequence[Tensor | None], specs: Specs) -> Sequence[Tensor | None]:
-    """The operands that save_for_backward takes. The node itself holds on to the others: parameters, and all of a quantised W
-    whose codes are one. These outlive the node, and torch's checkpoint would only find them again, by three functions of Python
-    for each saved tensor: 12 us, and 40 of the 99 that a decoder layer of codes saves. Norms and seeds are saved: a forward
-    that is repeated may have them from elsewhere."""
+def to_save(ctx: Any, flat: Sequence[Tensor | None], count: int, specs: Specs) -> Sequence[Tensor | None]:
+    """The operands that save_for_backward takes. The node itself holds on to the others: parameters, all of a quantised W whose
+    codes are one, and norms, whoever formed them. These are small or outlive the node, and torch's checkpoint would only find
+    them again, by three functions of Python for each saved tensor: 12 us, and 47 of the 99 that a decoder layer of codes saves.
+    Seeds are saved: where a checkpoint does not keep torch's generator, the masks of x and of what else is saved must be one."""
     own: list[Tensor | None] = [t if type(t) is Parameter else None for t in flat]
+    own[4 : WIDTH * count : WIDTH] = flat[4 : WIDTH * count : WIDTH]
     at = WIDTH * len(specs or ())
     for spec in specs or ():
         end = at + (0 if spec is None else spec.count)
@@ -202,7 +203,7 @@ def all_of(ctx: Any, saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         return saved
     if ctx.versions != [t._version for t in ctx.own if t is not None]:
         raise RuntimeError(
-            f"fdora.{ctx.call.name}: W, A, B, m and bias must be left as they are until backward, got one that was "
+            f"fdora.{ctx.call.name}: W, A, B, m, bias and the norm must be left as they are until backward, got one that was "
             "modified by an inplace operation. Call backward before the optimizer's step, or run the forward again."
         )
     return [t if mine is None else mine for t, mine in zip(saved, ctx.own, strict=True)]
@@ -243,12 +244,12 @@ class Layers(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # else torch fills zeros for the parts on every backward
         inside = without_norm(flat, n)
         norms = rest[len(rest) - len(inside) :]
+        for at, c in zip(inside, norms, strict=True):
+            flat[at] = c
         if torch.compiler.is_compiling() or functorch_active():
             ctx.own = ctx.versions = []
         else:
-            flat = [*to_save(ctx, flat, call.specs)]
-        for at, c in zip(inside, norms, strict=True):
-            flat[at] = c
+            flat = [*to_save(ctx, flat, n, call.specs)]
         parts = [None if t.dim() == 1 else t for t in rest[:width]]
         before = rest[width : len(rest) - len(inside)]
         ctx.pre_scale = tuple([t.dim() == 2 for t in before]) if before else (False,) * n
@@ -315,7 +316,7 @@ class BoundLayers(Layers):
         ys, parts, kept, ctx.pre_scale = call.run(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        flat = to_save(ctx, tensors[1:], call.specs)
+        flat = to_save(ctx, tensors[1:], len(call.options), call.specs)
         ctx.save_for_backward(*parts, *kept, tensors[0], *flat)
         return tuple(ys)
 
