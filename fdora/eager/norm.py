@@ -76,12 +76,14 @@ def sqnorm_fwd(of: NormOf) -> Tensor:
     return norm_fwd(of).square()
 
 
-def norm_guarded(of: NormOf, c: Tensor, seen: Tensor, norm: Callable[[NormOf], Tensor] = norm_fwd) -> tuple[Tensor, Tensor]:
-    """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs.
+def norm_guarded(of: NormOf, c: Tensor, seen: Tensor, norm: Callable[[NormOf], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs. ``norm``: of another
+    backend than this.
 
     Work is saved only where values can be read for free; elsewhere both are computed and the device chooses.
     """
     now = fingerprint(of.A, of.B, of.s, default_bytes(of.W.device) if of.max_bytes is None else of.max_bytes)
+    norm = norm or norm_fwd
     if is_plain(now) and is_plain(seen):
         return (c.clone() if torch.equal(now, seen) else norm(of)), now
     return torch.where((now == seen).all(), c, norm(of)), now
