@@ -180,7 +180,8 @@ def to_save(ctx: Any, flat: Sequence[Tensor | None], count: int, specs: Specs) -
     """The operands that save_for_backward takes. The node itself holds on to the others: parameters, all of a quantised W whose
     codes are one, and norms, whoever formed them. These are small or outlive the node, and torch's checkpoint would only find
     them again, by three functions of Python for each saved tensor: 12 us, and 47 of the 99 that a decoder layer of codes saves.
-    Seeds are saved: where a checkpoint does not keep torch's generator, the masks of x and of what else is saved must be one."""
+    Seeds are saved: a checkpoint that does not keep torch's generator draws others, and backward reads h of the second forward.
+    """
     own: list[Tensor | None] = [t if type(t) is Parameter else None for t in flat]
     own[4 : WIDTH * count : WIDTH] = flat[4 : WIDTH * count : WIDTH]
     at = WIDTH * len(specs or ())
