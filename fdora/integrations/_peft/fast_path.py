@@ -126,7 +126,7 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     found = _plain.follow(layers, PEFT, alone)
     if found is None or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
         return None
-    how, autocast = found[0][0].route.how, any_autocast() and autocast_on(x)
+    how, autocast = found[0][0].route.how, (any_autocast() or x.is_mps) and autocast_on(x)
     codes = codes_of(found, x.dtype) if how.codes else ()
     if codes is None or (len(found) > 1 and any([each[0].route.how != how for each in found])):
         return None
