@@ -5,7 +5,7 @@ So the plans are those of a real call (fdora/_recording.py), and what stays unti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import BoundArguments, signature
 from typing import Any
 
@@ -202,10 +202,23 @@ def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple
             out = fn(*call.args, **call.kwargs)
         first = len(noted.plans)
         ys = [y for y in optree.tree_leaves(out) if y.requires_grad]
+        for t in held_by_nodes(ys):
+            pack(t)
         if ys:
             trained = [t for t in optree.tree_leaves(_tree(call)) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(ys, trained, list(map(torch.empty_like, ys)), allow_unused=True)
     return noted, first, list(saved.values()), out
+
+
+def held_by_nodes(ys: list[Any]) -> Iterator[Tensor]:
+    """What the nodes behind these hold beside what autograd saves: norms (autograd/node.py, to_save)."""
+    found, todo = set(), [y.grad_fn for y in ys]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            yield from [t for t in getattr(node, "own", ()) if t is not None]
+            todo += [each for each, _ in node.next_functions]
 
 
 def _kept(fn: Callable, a: dict[str, Any], noted: Recording, saved: list[Tensor], out: Any) -> tuple[Kept, ...]:
