@@ -12,6 +12,7 @@ import fdora.functional as F
 from fdora import FdoraError
 from fdora._recording import active
 from fdora.functional import explain
+from fdora.functional.explain import held_by_nodes
 from fdora.predict import GPUS
 from fdora.quant import opaque, quantize
 from fdora.triton import describe as explaining
@@ -97,6 +98,8 @@ def test_it_says_what_the_real_call_does(what, monkeypatch):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = fn(*args, backend="triton", **kwargs)
+        for t in held_by_nodes([each for each in optree.tree_leaves(y) if each.requires_grad]):
+            pack(t)
         backward_of(y)
         plans = [plan for plan in said.plans if isinstance(plan, Plan)]  # no decoding by plain torch
         assert distinct(plans) == distinct(walk._plans.values())  # the first call's key is Python's, later ones the C walk's
