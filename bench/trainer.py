@@ -141,7 +141,7 @@ def row(way: str, base: nn.Module, values: dict, data: list[dict[str, Tensor]], 
     torch._dynamo.reset()
     free(options.device)
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    made, _ = adapted(way, base, values, recipe.targets or "all-linear", S, "CAUSAL_LM", how["dropout"])
+    made = made_of(way, base, values, options)
     if options.warmup and "fdora" in way:
         with how["context"]() if recipe.light else nullcontext():
             done = warmup(made, {each["input_ids"].numel() for each in data})
@@ -166,9 +166,12 @@ def seen(data: list[dict[str, Tensor]], options) -> None:
     few.compiled = False
     base = model.network(few, 1)
     values = adapters(base, few.r, DTYPES[few.adapter], RECIPES[few.recipe].targets)
-    how = adapted_as(few)
-    made, _ = adapted("peft_lora", base, values, RECIPES[few.recipe].targets or "all-linear", S, "CAUSAL_LM", how["dropout"])
-    trained(made, data, few)
+    trained(made_of("peft_lora", base, values, few), data, few)
+
+
+def made_of(way: str, base: nn.Module, values: dict, options) -> nn.Module:
+    targets = RECIPES[options.recipe].targets or "all-linear"
+    return adapted(way, base, values, targets, S, "CAUSAL_LM", adapted_as(options)["dropout"])[0]
 
 
 def measure(run: Run) -> None:

@@ -130,13 +130,16 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     codes = codes_of(found, x.dtype) if how.codes else ()
     if codes is None or (len(found) > 1 and any([each[0].route.how != how for each in found])):
         return None
-    of = Asked(x, found, codes, how, act)
-    found = [each[:7] for each in found] if codes else found
+    if codes:
+        found = [each[:7] for each in found]
+        if not found[0][0].detach:
+            check_detach("use_fdora", codes[0])
     cast = x.to(torch.get_autocast_dtype(x.device.type)) if autocast and x.dtype != torch.float64 else x
     norms = found[0][0].kept.norms
-    tensors = None if norms is None else norms.with_norms(cast, found, codes)
-    if tensors is None and (tensors := with_own_norms(of, cast)) is None:
+    given = None if norms is None else norms.with_norms(cast, found, codes)
+    if given is None and (given := with_own_norms(x, cast, calls_of(found, codes, how), act)) is None:
         return None
+    operands = list(given)
     saved: tuple[bool, ...] = ()
     scalars: tuple[float, ...] = ()
     keep_inner, grad, at = False, torch.is_grad_enabled(), 1
@@ -146,28 +149,31 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
             return None
         asked = m.requires_grad
         if full:
-            check_detach("use_fdora", codes[0] if codes else W)
+            check_detach("use_fdora", W)
             asked = asked or A.requires_grad or B.requires_grad
         elif not variant.detach:
-            c = variant.with_gradient(tensors[at + 4], codes[0] if codes else W, A, B, s)
-            tensors, asked = (*tensors[: at + 4], c, *tensors[at + 5 :]), asked or c.requires_grad
+            c = operands[at + 4] = variant.with_gradient(operands[at + 4], W, A, B, s)
+            asked = asked or c.requires_grad
         at += WIDTH
         saved, scalars, keep_inner = (*saved, grad and asked), (*scalars, s), keep_inner or variant.keep_inner
     if codes:
-        behind = [t for W in codes for t in W.tensors]
-        tensors = (*[None if i % WIDTH == 1 else t for i, t in enumerate(tensors)], *behind)
+        operands[1::WIDTH] = [None] * len(codes)
+        operands += [t for W in codes for t in W.tensors]
     specs = tuple([W.spec for W in codes])
-    key = _facts.facts(tensors), scalars, saved, keep_inner, act, full, forced(), how, specs, autocast
-    call = _known.get(key)
-    if call is None and (key[0] is None or not backend_of(of)):  # a norm may be what the others are not
-        return None
+    key = _facts.facts(tuple(operands)), scalars, saved, keep_inner, act, full, forced(), how, specs, autocast
+    call, backend = _known.get(key), ""
+    if call is None:
+        if key[0] is not None:  # a norm may be what the others are not
+            backend = backend_of(x, calls_of(found, codes, how), act)
+        if not backend:
+            return None
     if how.p:  # drawn for this call alone
-        seeds, at = drawn(len(found), x.device), WIDTH * len(found) + 1
-        tensors = (*[seeds[i // WIDTH - 1] if i and i % WIDTH == 0 else t for i, t in enumerate(tensors[:at])], *tensors[at:])
+        operands[WIDTH:at:WIDTH] = drawn(len(found), x.device)
+    tensors = tuple(operands)
     if call is None:
         drop = Dropout(how.p, how.mode)
         bound = prepared.bind(
-            tensors, scalars, saved, keep_inner, backend_of(of), full, act or None, drop, how.computes, specs, autocast
+            tensors, scalars, saved, keep_inner, backend, full, act or None, drop, how.computes, specs, autocast
         )
         call = remember(key, bound)
     for each in found:
@@ -187,21 +193,11 @@ class How(NamedTuple):
     """Whether W is codes: their scales come behind what else was found."""
 
 
-class Asked(NamedTuple):
-    """A call of layers whose routes were followed."""
-
-    x: Tensor
-    found: Sequence[Any]
-    codes: Sequence[QuantWeight]
-    how: How
-    act: str
-
-    def calls(self) -> list[Call]:
-        """As call_of makes them."""
-        p, mode, (compute, _), _ = self.how
-        weights = self.codes or [each[2] for each in self.found]
-        each = zip(self.found, weights, strict=True)
-        return [Call(of[0], W, *of[3:7], of[1], p, mode, None, compute) for of, W in each]  # type: ignore[call-arg]
+def calls_of(found: Sequence[Any], codes: Sequence[QuantWeight], how: How) -> list[Call]:
+    """Of layers whose routes were followed, as call_of makes them."""
+    p, mode, (compute, _), _ = how
+    each = zip(found, codes or [of[2] for of in found], strict=True)
+    return [Call(of[0], W, *of[3:7], of[1], p, mode, None, compute) for of, W in each]  # type: ignore[call-arg]
 
 
 def codes_of(found: Sequence[Any], dtype: torch.dtype) -> list[QuantWeight] | None:
@@ -212,14 +208,14 @@ def codes_of(found: Sequence[Any], dtype: torch.dtype) -> list[QuantWeight] | No
     return None if any([W is None for W in known]) else known
 
 
-def with_own_norms(of: Asked, x: Tensor) -> tuple[Any, ...] | None:
-    """Where the model's hook gives none. ``x`` is as products take it."""
-    missing = [t is None for each in of.found for t in each[2:6]]
-    if any(missing) or any([each[2].requires_grad for each in of.found]) or not backend_of(of):
+def with_own_norms(x: Tensor, cast: Tensor, calls: list[Call], act: str) -> tuple[Any, ...] | None:
+    """Where the model's hook gives none. ``cast``: x as products take it."""
+    missing = [t is None for call in calls for t in call[1:5]]
+    if any(missing) or any([call.W.requires_grad for call in calls]) or not backend_of(x, calls, act):
         return None
-    tensors: list[Any] = [x]
-    for each, (variant, W, A, B, m, bias, s, *_) in zip(of.found, of.calls(), strict=True):
-        tensors += each[2], A, B, m, variant.kept.eager(each[2], W, A, B, s), bias, None
+    tensors: list[Any] = [cast]
+    for variant, W, A, B, m, bias, s, *_ in calls:
+        tensors += owner(W), A, B, m, variant.kept.eager(owner(W), W, A, B, s), bias, None
     return tuple(tensors)
 
 
@@ -262,13 +258,13 @@ def owner(W: Any) -> Any:
     return W.tensors[0] if isinstance(W, QuantWeight) else W
 
 
-def backend_of(of: Asked) -> str:
-    """The backend of this call, if nothing is left to check; else empty."""
-    calls = of.calls()
-    for call, W in zip(calls, of.codes, strict=False):
-        if call.compute != (None if decoded(W, of.x, call.mode) else call.variant.compute):
+def backend_of(x: Tensor, calls: list[Call], act: str) -> str:
+    """The backend of one call of these, if nothing is left to check; else empty."""
+    for call in calls:
+        W, variant = call.W, call.variant
+        if isinstance(W, QuantWeight) and call.compute != (None if decoded(W, x, call.mode) else variant.compute):
             return ""
-    return eligibility(of.x, calls, bool(of.act))[1]
+    return eligibility(x, calls, bool(act))[1]
 
 
 def eligibility(x: Tensor, calls: Sequence[Call], mlp: bool = False) -> tuple[str, str]:
