@@ -51,7 +51,9 @@ from tests.memory import peak_bytes
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
 FDORA = ("use_fdora", "use_fdora_fused")
 MODES = ("inference", "step", "micro", "checkpointing")
-COMPILED = ("default", "reduce-overhead", "whole", "whole-reduce-overhead")  # layer by layer; all layers as one graph
+GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
+# Layer by layer; all layers as one graph; that for any number of tokens.
+COMPILED = ("default", "reduce-overhead", "whole", "whole-reduce-overhead", "whole-max-autotune", "whole-dynamic")
 MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
@@ -120,7 +122,8 @@ class Way:
         self.compiled = mode
         self.model.run = self.run = nn.Module.__call__
         if mode.startswith("whole"):
-            self.run = compiled_forward(self.name, mode.removeprefix("whole").lstrip("-") or "default", call)
+            how = mode.removeprefix("whole").lstrip("-") or "default"
+            self.run = compiled_forward(self.name, "default" if how == "dynamic" else how, call, how == "dynamic")
         elif mode:
             self.model.run = compiled_forward(self.name, mode)
 
@@ -157,7 +160,7 @@ class Way:
 
     def micro(self) -> None:
         total = self.gradient()
-        if self.compiled.endswith("reduce-overhead"):  # the next replay writes there
+        if self.compiled.endswith(GRAPHS):  # the next replay writes there
             total = [t.clone() for t in total]
         for _ in range(MICRO - 1):
             torch._foreach_add_(total, self.gradient())
@@ -369,7 +372,7 @@ def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> Ite
             if run.late({**cell._asdict(), "mode": f"{compiled}:{mode}"}):
                 continue
             # what draws again, from a generator's state, no graph can read; nor what is recorded already
-            events = compiled.endswith("reduce-overhead") or (mode == "checkpointing" and options.dropout)
+            events = compiled.endswith(GRAPHS) or (mode == "checkpointing" and options.dropout)
             clock = Gpu(False) if gpu and events else gpu
             with timed_as(mode, options.dropout, [way.model for way in ways.values()]):
                 yield from measure(cell, ways, f"{compiled}:{mode}", clock, options, run.failed)
