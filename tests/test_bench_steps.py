@@ -159,11 +159,11 @@ def test_compiled(tmp_path, monkeypatch):
     kinds = dict.fromkeys((row["compiled"], row["mode"]) for row in result["rows"])
     plain = ("inference", "step", "micro")
     asked = dict.fromkeys(("default", "reduce-overhead"), plain)
-    asked |= dict.fromkeys(("whole", "whole-reduce-overhead"), (*plain, "checkpointing"))
+    asked |= dict.fromkeys(("whole", "whole-reduce-overhead", "whole-max-autotune", "whole-dynamic"), (*plain, "checkpointing"))
     assert list(kinds) == [(compiled, mode) for compiled, some in asked.items() for mode in some]
     assert all(row["first_ms"] > 0 for row in result["rows"])
-    twice = ("default", "reduce-overhead") * 2
-    assert modes == [(f"forward_{way}", mode, False) for mode in twice for way in ("peft_lora", "use_fdora")]
+    asked = [(mode, False) for mode in ("default", "reduce-overhead") * 2] + [("max-autotune", False), ("default", True)]
+    assert modes == [(f"forward_{way}", *how) for how in asked for way in ("peft_lora", "use_fdora")]
 
 
 @pytest.mark.parametrize(("mode", "many"), [("reduce-overhead", False), ("whole-reduce-overhead", True)])
