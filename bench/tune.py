@@ -46,7 +46,7 @@ from fdora.triton.multi_gemm import HConfig
 from fdora.triton.multi_norm import StripConfig as BankStripConfig
 from fdora.triton.multi_rows import LookConfig
 from fdora.triton.multi_small import RoomConfig
-from fdora.triton.runtime import walk
+from fdora.triton.runtime import family, walk
 from fdora.triton.search import sets_of
 from fdora.triton.tiles import measured
 from fdora.triton.tiles.codes import CodesConfig
@@ -305,6 +305,7 @@ def answering(op: Op, value: Any) -> Iterator[None]:
         for place, answer in answers.items():
             stack.enter_context(mock.patch(place, lambda *_, answer=answer, **__: answer))
         stack.enter_context(mock.patch.dict(walk._plans, clear=True))
+        stack.enter_context(mock.patch.dict(family._families, clear=True))
         stack.enter_context(mock.patch("fdora.functional._tree._plans", []))
         yield
 

@@ -308,9 +308,10 @@ def with_dz(way: Way) -> Way:
 
     def both():
         from fdora.triton import scaled_weight
-        from fdora.triton.runtime import walk
+        from fdora.triton.runtime import family, walk
 
-        with mock.patch.object(scaled_weight, "moves_less", lambda *_: False), mock.patch.object(walk, "_plans", {}):
+        here = mock.patch.object(scaled_weight, "moves_less", lambda *_: False)
+        with here, mock.patch.object(walk, "_plans", {}), mock.patch.object(family, "_families", {}):
             return way.both()
 
     return Way(way.forward, both)

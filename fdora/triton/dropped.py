@@ -42,7 +42,7 @@ def tile_of_dropped(
     """Of the product of codes: left, (M, K) or (M, N), by W or W^T, with a result of so many columns. None where both products
     are in half precision."""
     on, (M, inner) = plan.device, left.shape
-    if not 90 <= on.capability < 120 or min(M, inner, columns) < LEAST or p < LEAST_P or dtype != DTYPE:
+    if not 90 <= on.capability < 120 or min(int(M), inner, columns) < LEAST or p < LEAST_P or dtype != DTYPE:
         return None
     if inner % 16 or columns % 16 or not is_tma_compatible(left) or not (isinstance(W, Packed) or is_tma_compatible(W)):
         return None

@@ -106,7 +106,7 @@ def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array 
         return TILE_OF_MX if x.shape[0] > LIMIT and (on.capability >= 100 or INTERPRETED) else None
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
     tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
-    return fp8_config(Ask(x.shape[0], N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
+    return fp8_config(Ask(int(x.shape[0]), N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
 
 
 class Low(NamedTuple):
@@ -145,7 +145,7 @@ def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:
     """The tile of such a product; None where W is decoded."""
     (M, K), form, on = dx.shape, W.form, plan.device
     N, (rows, columns) = W.shape[0], form.block if form.scale == "block" else (0, ALL)
-    config = fp8_config(Ask(M, K, N, r, True, False, True, on.capability, on.num_sms), columns, rows)
+    config = fp8_config(Ask(int(M), K, N, r, True, False, True, on.capability, on.num_sms), columns, rows)
     return None if config is None or not config.tma or N % 16 or K % 8 or rows % BLOCK else config
 
 
@@ -169,7 +169,7 @@ def grouped_tile(plan: Builder, G: int, W: Any, r: int, out: Array, pre: Array |
     else:
         inner, fits = K, is_tma_compatible(W.codes)
     tma = fits and all(t is None or is_tma_compatible(t) for t in (out, pre))
-    return grouped_fp8(Ask(M, width, inner, r, True, True, tma, on.capability, on.num_sms), G, rows, columns)
+    return grouped_fp8(Ask(int(M), width, inner, r, True, True, tma, on.capability, on.num_sms), G, rows, columns)
 
 
 def grouped_forward(plan: Builder, x: Array, W: Any, G: int) -> Grouped:

@@ -104,7 +104,7 @@ def gemm(
     given |= {"EPILOGUE": epilogue.kind, "ORIGIN": has_origin(masked.seed)}
     trans_b, tma = by_tma(x, right, out, x_masked, pre_scale, epilogue.residual)
     on = plan.device
-    config = config or fused_config(Ask(M, N, K, r, trans_b, one_more_tile, tma, on.capability, on.num_sms))
+    config = config or fused_config(Ask(int(M), N, K, r, trans_b, one_more_tile, tma, on.capability, on.num_sms))
     if config.tma:
         bm, bn = config.BLOCK_M, config.BLOCK_N
         count = cdiv(M, bm) * cdiv(N, bn)

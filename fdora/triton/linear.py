@@ -169,7 +169,7 @@ def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> li
     return forms_in(t, [*shapes, *[(M, N) if has else None for N, has in zip(widths, pre, strict=True)]])
 
 
-@maker("dora_linear forward", "tokens rest")
+@maker("dora_linear forward", "tokens rest", has_families=True)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -223,7 +223,7 @@ def layers_bwd(
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
-@maker("dora_linear backward", "tokens operand rest")
+@maker("dora_linear backward", "tokens operand rest", has_families=True)
 def plan_backward(
     plan: Builder,
     x: Array,

@@ -113,7 +113,7 @@ def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> li
 NAMES = ("y", "h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")
 
 
-@maker("dora_mlp forward", "tokens rest")
+@maker("dora_mlp forward", "tokens rest", has_families=True)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -161,7 +161,7 @@ def mlp_bwd(
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in needs]
 
 
-@maker("dora_mlp backward", "tokens tokens rest")
+@maker("dora_mlp backward", "tokens tokens rest", has_families=True)
 def plan_backward(
     plan: Builder,
     dy: Array,

@@ -105,7 +105,7 @@ def _read_bank(
     return Bank._make((*read, None, p, experts))
 
 
-@maker("dora_linear_multi forward", "tokens rest")
+@maker("dora_linear_multi forward", "tokens rest", has_families=True)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -178,7 +178,7 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
     y_of_codes(plan, out, x_of(plan, x, W), W, config)
 
 
-@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD)
+@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD, has_families=True)
 def plan_backward(
     plan: Builder,
     dy: Array,

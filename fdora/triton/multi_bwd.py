@@ -146,7 +146,7 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) 
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
     dy, x, bank, h, kept, pre_scale = of
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
-    config = scale_config(M, N, R, dy.dtype != torch.float32, plan.device.capability)
+    config = scale_config(int(M), N, R, dy.dtype != torch.float32, plan.device.capability)
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs = cdiv(M, rows) + G
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None

@@ -123,7 +123,7 @@ def shape_of(plan: Builder, x: Array, out: Array, w: Array, R: int, adapters: in
         return behind(R)
     if matrix is not None:
         tma = all(map(is_tma_compatible, (x, out, matrix)))
-    ask = Ask(M, N, K, R, trans, extra, tma, on.capability, on.num_sms)
+    ask = Ask(int(M), N, K, R, trans, extra, tma, on.capability, on.num_sms)
     config = EXPERTS_F32 if f32 else grouped_config(ask, G) if G else bank_config(ask, adapters)
     return Shape(config, config.BLOCK_M, config.BLOCK_K if config.tma else min(config.BLOCK_K, power_of_two(R)), G)
 
@@ -198,7 +198,7 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    config = h_config(M, K, R, G, half, beside, experts, plan.device)
+    config = h_config(int(M), K, R, G, half, beside, experts, plan.device)
     narrower = half and f.itemsize == 4 and config.BLOCK_K > 128  # float32 factors: as many bytes under way
     config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))

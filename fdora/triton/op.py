@@ -26,12 +26,13 @@ STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride
 Likes = Sequence[Any]  # of Like and None
 
 
-def maker(name: str, reads: str, path: str = "") -> Callable[[Callable[..., None]], Maker]:
+def maker(name: str, reads: str, path: str = "", has_families: bool = False) -> Callable[[Callable[..., None]], Maker]:
     """Return what makes the maker of a plan of this name out of a function that writes it.
 
     The function is given the builder, the arguments, and then the options. ``reads`` says how the builder reads each argument,
     in order; ``s`` stands for the scalar of that name and ``rest``, at the end, for the likes of whatever arguments follow,
-    which the function reads. ``path``: where all of its plans have the same.
+    which the function reads. ``path``: where all of its plans have the same. ``has_families``: its first argument has tokens,
+    and a plan may serve more numbers of them than one (runtime/family.py).
     """
     kinds = reads.split()
 
@@ -51,6 +52,7 @@ def maker(name: str, reads: str, path: str = "") -> Callable[[Callable[..., None
 
         update_wrapper(make, write)
         del make.__wrapped__  # type: ignore[attr-defined]  # its signature is another one
+        make.has_families = has_families  # type: ignore[attr-defined]
         return make
 
     return made_by

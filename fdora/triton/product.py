@@ -72,7 +72,7 @@ def decided(way: Way) -> str:
 def way_of(plan: Builder, x: Array, h: Array, right: Operand, out: Array, beside: Array | None, table: bool = False) -> Way:
     (M, K), N, r, on = x.shape, out.shape[1], h.shape[1], plan.device
     trans_b, tma = by_tma(x, right, out, beside)
-    return product_way(Ask(M, N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms, table))
+    return product_way(Ask(int(M), N, K, r, trans_b, beside is not None, tma, on.capability, on.num_sms, table))
 
 
 def rest(

@@ -61,12 +61,12 @@ class Sums(NamedTuple):
 
 def config_for(plan: Builder, dy: Array, r: int, with_dB: bool = True, long: int = 0) -> ScaleConfig:
     M, N = dy.shape
-    return scale_config(M, N, r, dy.dtype != torch.float32, plan.device.capability, with_dB, long)
+    return scale_config(int(M), N, r, dy.dtype != torch.float32, plan.device.capability, with_dB, long)
 
 
 def long_strip_of(plan: Builder, dy: Array, r: int) -> int:
     M, N = dy.shape
-    return long_strip(M, N, r, dy.dtype != torch.float32, plan.device.capability)
+    return long_strip(int(M), N, r, dy.dtype != torch.float32, plan.device.capability)
 
 
 def tiny_of(dtype: torch.dtype) -> float:

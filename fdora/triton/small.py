@@ -58,7 +58,7 @@ def is_few(plan: Builder, x: Array, la: Any, forward: bool) -> bool:
         return is_small(x.shape[0])
     w, r = la.W.T if forward else la.W, la.A.shape[0]
     (M, K), N, on = x.shape, w.shape[1], plan.device
-    return takes_narrow_tiles(M, N, K, r, w.stride[1] != 1, is_tma_compatible(x), on.capability, on.num_sms)
+    return takes_narrow_tiles(int(M), N, K, r, w.stride[1] != 1, is_tma_compatible(x), on.capability, on.num_sms)
 
 
 class Out(NamedTuple):

@@ -24,13 +24,21 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def chosen_anew():
-    """For tests that exchange what plans are made by: none is found from before, none is left behind. Yields the plans."""
-    from fdora.triton.runtime import walk
+def chosen_anew(monkeypatch):
+    """For tests that exchange what plans are made by: none is found from before, none is left behind. Yields the plans; whoever
+    clears them clears what they are filled in from."""
+    from fdora.triton.runtime import family, walk
 
-    walk._plans.clear()
-    yield walk._plans
-    walk._plans.clear()
+    class Plans(dict):
+        def clear(self):
+            super().clear()
+            family._families.clear()
+
+    plans = Plans()
+    plans.clear()
+    monkeypatch.setattr(walk, "_plans", plans)
+    yield plans
+    plans.clear()
 
 
 @pytest.fixture

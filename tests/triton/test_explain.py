@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.functional as F
 from fdora import FdoraError
-from fdora._recording import active
+from fdora._recording import active, recording
 from fdora.functional import explain
 from fdora.functional.explain import held_by_nodes
 from fdora.predict import GPUS
 from fdora.quant import opaque, quantize
 from fdora.triton import describe as explaining
 from fdora.triton.runtime import walk
-from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.plan import Plan
 from tests import device
 from tests.triton.drawn import NAMES, calls
@@ -231,14 +231,16 @@ def test_a_gpu_that_is_not_there():
         assert words in text, words
 
 
-def test_nothing_of_a_gpu_that_is_not_there_stays():
+def test_nothing_of_a_gpu_that_is_not_there_stays(monkeypatch):
     """Few tokens, whose norm asks for the device as well; and a call that fails."""
+    monkeypatch.setattr(walk, "_plans", {})
     x, *rest = meta(M=4)
     assert explain(F.dora_linear, x, *rest, s=2.0, gpu="h200").plans[0].name == "dora_linear forward"
     with pytest.raises(FdoraError):
         explain(F.dora_linear, x[:, :8], *rest, s=2.0, gpu="h200")
-    assert device_of(torch.device("meta")).capability == 0 and active() is None
-    assert not any(plan.device.capability == 90 for plan in walk._plans.values())
+    assert device_of(torch.device("meta")).capability == 0 and active() is None and not walk._plans
+    with recording(Device(0, 90, 132, True)):  # though it was asked for before, where nobody recorded
+        assert device_of(torch.device("meta")).capability == 90
 
 
 @pytest.mark.parametrize("gpu", GPUS)

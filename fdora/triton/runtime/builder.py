@@ -19,6 +19,7 @@ from fdora.triton.runtime.cost import Cost
 from fdora.triton.runtime.device import Device, cdiv
 from fdora.triton.runtime.layout import collapses, contiguous, is_operand, packed
 from fdora.triton.runtime.plan import WORKSPACE, Allocation, Array, Fill, Launch, Like, Plan, Product, Scalar, Tile
+from fdora.triton.runtime.rows import Fixed, Rows
 
 
 class Builder:
@@ -153,6 +154,8 @@ class Builder:
             missing, unknown = names.keys() - values.keys(), values.keys() - names.keys()
             raise TypeError(f"a launch of {kernel.__name__} lacks {sorted(missing)} and has {sorted(unknown)} too many")
         ordered = tuple([values[name] for name in names])
+        if any(isinstance(constant, Rows) for constant in ordered[others:]):
+            raise Fixed  # another kernel for each number of tokens
         self._use([a.array if isinstance(a, Tile) else a for a in ordered])
         self.steps.append(Launch(kernel, tuple(grid), ordered[:others], ordered[others:], num_warps, num_stages, pdl, cost))
 
@@ -180,7 +183,8 @@ class Builder:
                 self.used[a.temp] = (min(self.used[a.temp][0], now), now)
 
     def plan(self) -> Plan:
-        offsets, workspace = packed(self.sizes, self.used)
+        sizes = [*map(int, self.sizes)]
+        offsets, workspace = packed(sizes, self.used)
         return Plan(
             self.name,
             self.path,
@@ -189,7 +193,7 @@ class Builder:
             tuple(self.copies),
             tuple(self.scalars),
             tuple(self.results),
-            tuple(zip(offsets, self.sizes, strict=True)),
+            tuple(zip(offsets, sizes, strict=True)),
             workspace,
             tuple(self.steps),
         )

@@ -28,9 +28,9 @@ class _Devices(dict[torch.device, Device]):
     """Each device that was asked for; of tensors without data the one that is recorded, which is not kept."""
 
     def __missing__(self, device: torch.device) -> Device:
-        if device.type == "meta" and (noted := active()) is not None:
-            recorded: Device = noted.device
-            return recorded
+        if device.type == "meta":
+            noted = active()
+            return _facts_of(device) if noted is None else noted.device
         self[device] = found = _facts_of(device)
         return found
 

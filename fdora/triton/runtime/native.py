@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fdora.triton.runtime.device import INTERPRETED, Device, by_another_thread
-from fdora.triton.runtime.plan import Array, Fill, Launch, Plan, Product, Scalar, Tile
+from fdora.triton.runtime.family import at
+from fdora.triton.runtime.plan import Allocation, Array, Fill, Launch, Plan, Product, Scalar, Tile
 from fdora.triton.runtime.private import (
     COMPUTE_32F,
     CUDA_TYPE,
     Compiled,
     look_into,
     packed,
+    packing,
     tensor_map,
     walker,
 )
+from fdora.triton.runtime.rows import Rows
 
 # What starts a kernel, by all that Triton compiles a kernel of its own for; None: only Triton itself can start this one.
 _compiled: dict[tuple, Compiled | None] = {}
@@ -39,16 +43,24 @@ def is_more_aligned(a: Any, given: Any) -> bool:
 
 def program(plan: Plan) -> Any:
     """Something to run; None while a kernel is not compiled; False where only the walk in Python can."""
+    family, count = plan.family, plan.count
+    if family is not None and family.draft is not None and kinds_of(family.plan, count) == family.draft.kinds:
+        return family.draft.program(count, plan.results)
     if not _AVAILABLE or walker() is None or not _fits(plan, walker()):
         return False
-    found: list[Compiled | None] = []
-    for key in keys_of(plan):
-        if key not in _compiled:
-            return None
-        found.append(_compiled[key])
-    if None in found:
-        return False
-    return assemble(plan, [c for c in found if c is not None], walker(), _dummy(plan.device.gpu))
+    kernels = kernels_of(plan)
+    if kernels is None or None in kernels:
+        return None if kernels is None else False
+    if family is None or family.draft is not None:
+        return assemble(plan, kernels, walker(), _dummy(plan.device.gpu))
+    family.draft = Draft(family.plan, kernels, walker(), _dummy(plan.device.gpu), kinds_of(family.plan, count))
+    return family.draft.program(count, plan.results)
+
+
+def kernels_of(plan: Plan) -> list[Any] | None:
+    """What starts each, in their order, None for one that only Triton can start; None while one is not compiled."""
+    keys = keys_of(plan)
+    return [_compiled[key] for key in keys] if all([key in _compiled for key in keys]) else None
 
 
 def keys_of(plan: Plan) -> list[tuple]:
@@ -69,23 +81,49 @@ def _fits(plan: Plan, module: Any) -> bool:
 
 def assemble(plan: Plan, kernels: list[Compiled], module: Any, address: int) -> Any:
     """The Program of this plan; False where a descriptor cannot be encoded here."""
-    places = [offset for offset, _ in plan.temporaries]
-    each = iter(kernels)
-    steps: list[tuple] = []
-    for step in plan.steps:
-        if isinstance(step, Product):
-            steps.append(_product(step, places))
-            continue
-        assert isinstance(step, Launch)
-        compiled = next(each)
-        params = _params(step, compiled, places, address)
-        if params is None:
-            return False
-        grid = (*step.grid, 1, 1)[:3]
-        steps.append((compiled.function, *grid, compiled.threads, compiled.shared, step.pdl, params))
-    allocations = tuple((a.shape, a.stride, a.dtype) for a in plan.results)
-    owners = tuple(c.owner for c in kernels)
-    return module.Program(len(plan.inputs), len(plan.scalars), allocations, plan.workspace, tuple(steps), owners, torch.uint8)
+    return Draft(plan, kernels, module, address).program(0, plan.results)
+
+
+class Draft:
+    """The Program of a plan, or those of a family's: what follows from the number of tokens is a function of it."""
+
+    def __init__(self, plan: Plan, kernels: list[Compiled], module: Any, address: int, kinds: Any = None):
+        places, each = [offset for offset, _ in plan.temporaries], iter(kernels)
+        self.plan, self.module, self.kinds, self.owners = plan, module, kinds, tuple(c.owner for c in kernels)
+        self.steps: list[tuple] = []  # one as far as it is known, what is inside of it and where, and the functions of both
+        for step in plan.steps:
+            if isinstance(step, Product):
+                inside, *others = _product(step, places)
+                place, known = 0, [None, *others]
+            else:
+                assert isinstance(step, Launch)
+                of = next(each)
+                inside = _params(step, of, places, address)
+                place, known = 7, [of.function, *(*step.grid, 1, 1)[:3], of.threads, of.shared, step.pdl, None]
+            self.steps.append((*_open(known), place, *_open(inside)) if inside is not None else (None,) * 5)
+
+    def program(self, count: int, results: Sequence[Allocation]) -> Any:
+        steps: list[tuple] = []
+        for known, open_ones, place, inside, open_inside in self.steps:
+            if known is None:
+                return False
+            known, inside = [*known], [*inside]
+            for parts, functions in ((known, open_ones), (inside, open_inside)):
+                for i, function in functions:
+                    parts[i] = function(count)
+                    if parts[i] is None:
+                        return False
+            known[place] = tuple(inside)
+            steps.append(tuple(known))
+        allocations = tuple([(a.shape, a.stride, a.dtype) for a in results])
+        sizes = len(self.plan.inputs), len(self.plan.scalars), allocations, self.plan.workspace
+        return self.module.Program(*sizes, tuple(steps), self.owners, torch.uint8)
+
+
+def _open(parts: Sequence[Any]) -> tuple[list[Any], list[tuple[int, Any]]]:
+    """The parts, and where one follows from the number of tokens, how."""
+    parts = [part.at if isinstance(part, Rows) else part for part in parts]
+    return parts, [(i, part) for i, part in enumerate(parts) if callable(part)]
 
 
 def _key(device: Device, step: Launch) -> tuple:
@@ -98,14 +136,33 @@ def _key(device: Device, step: Launch) -> tuple:
         elif isinstance(a, Tile):
             kinds.append((a.array.dtype, a.block))
         elif type(a) is int:
-            kinds.append(1 if a == 1 else (a > 0x7FFFFFFF, a & 15 == 0 and name not in unaligned))
+            kinds.append(_kind(a, name in unaligned))
         else:
             kinds.append(None if a is None else float)
     return (step.kernel, device.gpu, tuple(kinds), step.constexprs, step.num_warps, step.num_stages, step.pdl)
 
 
-def _place(a: Array, places: list[int]) -> tuple[int, int]:
-    return a.slot, a.offset * a.itemsize + (places[a.temp] if a.temp >= 0 else 0)
+def _kind(n: int, unaligned: bool) -> Any:
+    return 1 if n == 1 else (n > 0x7FFFFFFF, n & 15 == 0 and not unaligned)
+
+
+def kinds_of(plan: Plan, count: int) -> list[Any]:
+    """Of all integers that follow from the number of tokens: kernels of one such number serve others with the same."""
+    found: dict[tuple[Any, bool], Any] = {}
+    for step in launches_of(plan):
+        unaligned = getattr(step.kernel, "do_not_specialize_on_alignment", ())
+        for name, a in zip(step.kernel.arg_names, step.args, strict=False):
+            if isinstance(a, Rows):
+                key = a.form, name in unaligned
+                if key not in found:
+                    found[key] = _kind(a.at(count), key[1])
+    return [*found.values()]
+
+
+def _place(a: Array, places: list[int]) -> Any:
+    """The slot, and the offset in bytes."""
+    offset = a.offset * a.itemsize + (places[a.temp] if a.temp >= 0 else 0)
+    return (lambda count: (a.slot, offset.at(count))) if isinstance(offset, Rows) else (a.slot, offset)
 
 
 def _params(step: Launch, compiled: Compiled, places: list[int], address: int) -> tuple | None:
@@ -114,11 +171,11 @@ def _params(step: Launch, compiled: Compiled, places: list[int], address: int) -
     for kind, a in zip(compiled.types, step.args, strict=False):  # the constexprs come last
         if isinstance(a, Tile):
             t, how = a.array, next(described, None)
-            room = None if how is None else tensor_map(how, t.dtype, t.shape, t.stride[0], address)
-            if room is None:
+            made = None if how is None else _map(how, t, _place(t, places), address)
+            if made is None:
                 return None
-            out.append((room, *_place(t, places)))
-            out += [packed("i32", n) for n in t.shape] + [packed("i64", n) for n in t.stride]
+            out.append(made)
+            out += [_packed("i32", n) for n in t.shape] + [_packed("i64", n) for n in t.stride]
         elif isinstance(a, Scalar):
             if kind not in ("fp32", "f32"):  # compiled for one value of it, or for its bits as an integer
                 return None
@@ -128,8 +185,29 @@ def _params(step: Launch, compiled: Compiled, places: list[int], address: int) -
         elif isinstance(a, Array):
             out.append(_place(a, places))
         else:
-            out.append(packed(kind, a))
+            out.append(_packed(kind, a))
     return (*out, *[bytes(8)] * compiled.scratch)
+
+
+def _packed(kind: str, n: Any) -> Any:
+    if not isinstance(n, Rows):
+        return packed(kind, n)
+    pack, number = packing(kind), n.at
+    return lambda count: pack(number(count))
+
+
+def _map(how: dict, t: Array, place: Any, address: int) -> Any:
+    """The map of this matrix, its slot and its offset, or what gives them for a number of tokens; None where there is none."""
+
+    pitch = t.stride[0]
+
+    def made(count: int) -> tuple | None:
+        down = pitch.at(count) if isinstance(pitch, Rows) else pitch
+        room = tensor_map(how, t.dtype, at(t.shape, count), down, address)
+        return None if room is None else (room, *(place(count) if callable(place) else place))
+
+    is_fixed = not callable(place) and not any([isinstance(n, Rows) for n in (*t.shape, *t.stride)])
+    return made(0) if is_fixed else made
 
 
 def _product(step: Product, places: list[int]) -> tuple:

@@ -173,6 +173,8 @@ class Plan:
     workspace: int
     steps: tuple[Step, ...]
     native: Any = field(default=None, repr=False)
+    family: Any = field(default=None, repr=False)  # whose member it is (family.py), of ``count`` tokens a sequence
+    count: int = 0
     has_products: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

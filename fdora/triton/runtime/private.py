@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -133,6 +133,11 @@ _PACK = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f", "f32"
 
 def packed(kind: str, value: Any) -> bytes:
     return struct.pack(_PACK[kind], value)
+
+
+def packing(kind: str) -> Callable[[int], bytes]:
+    """The same of many values."""
+    return struct.Struct(_PACK[kind]).pack
 
 
 @lru_cache(1)

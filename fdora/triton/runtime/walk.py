@@ -20,6 +20,7 @@ from fdora._recording import active
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.runtime import native
 from fdora.triton.runtime.device import device_of
+from fdora.triton.runtime.family import plan_of
 from fdora.triton.runtime.plan import Array, Launch, Like, Plan, Product, Scalar, Tile
 from fdora.triton.runtime.private import (
     OPTIONS,
@@ -32,7 +33,7 @@ from fdora.triton.runtime.private import (
     walker,
 )
 
-MAX_PLANS = 4096  # sequences of any length make new plans, 9 kB each with its program: the oldest go
+MAX_PLANS = 4096  # sequences of any length make new plans, up to 9 kB each with its program: the oldest go
 
 _plans: dict[tuple, Plan] = {}
 _lock = Lock()  # a dict that grows while another thread looks for its oldest raises
@@ -62,11 +63,11 @@ def plan_for(maker: Maker, tensors: tuple[Tensor | None, ...], *options: Any) ->
     plan = _plans.get(key)
     if plan is None:
         if (noted := active()) is not None:
-            return maker(tuple(map(like, tensors)), noted.device, *options)
+            return plan_of(maker, tuple(map(like, tensors)), noted.device, options)
         if ready():
             return plan_for(maker, tensors, *options)
         first = next(t for t in tensors if t is not None)
-        plan = maker(tuple(map(like, tensors)), device_of(first.device), *options)
+        plan = plan_of(maker, tuple(map(like, tensors)), device_of(first.device), options)
         if key[1] is not None:
             with _lock:
                 if len(_plans) >= MAX_PLANS:
