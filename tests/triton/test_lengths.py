@@ -108,6 +108,7 @@ def compiled(tmp_path, monkeypatch):
         utils=utils,
     )
     monkeypatch.setattr(driver, "_active", hopper)
+    monkeypatch.setattr(walk.native, "_AVAILABLE", False)  # nobody is to ask a real driver about these
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.compilation, "listener", note)
     return seen
