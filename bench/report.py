@@ -14,7 +14,7 @@ import argparse
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -130,15 +130,17 @@ def readme_headline() -> str:
         for way in ("use_fdora_fused", "use_fdora_fused_lora_dropout")
     }
     exact, alone = shares.values()
+    lost = (
+        "It loses where sequences are so long that LoRA does not wait for the host: with "
+        f"{listed([*map(str, longer)])} tokens a step takes {listed(exact)}. "
+    )
     return (
         f"With transformers' Trainer on the whole of {MODELS[found['model']]}, one H200, a step takes "
         f"{share('peft_fdora_fused')} of LoRA's wall time and {share('peft_fdora_fused', 'peak_mb')} of its peak memory, where "
         f"PEFT's own DoRA takes {share('peft_dora')} of the time, and computes the same function. That is the usual recipe: "
         f"`lora_dropout={found['dropout']}`, float32 adapters under bf16 autocast, gradient checkpointing and "
-        f"{found['micro_batches']} unpadded sequences a step. It loses where sequences are so long that LoRA does not wait "
-        f"for the host: with {listed(map(str, longer))} tokens a step takes {listed(exact)}. "
-        'With `dropout_mode="lora"`, which is a different function, the three take '
-        f"{listed([share('peft_fdora_fused_lora_dropout'), *alone])}."
+        f'{found["micro_batches"]} unpadded sequences a step. {lost if longer else ""}With `dropout_mode="lora"`, which is a '
+        f"different function, a step takes {listed([share('peft_fdora_fused_lora_dropout'), *alone])}."
     )
 
 
@@ -151,9 +153,9 @@ def longer_rows() -> dict[int, dict[str, float]]:
     return found
 
 
-def listed(words: Iterable[str]) -> str:
-    *rest, last = words
-    return f"{', '.join(rest)} and {last}"
+def listed(words: Sequence[str]) -> str:
+    *rest, last = words or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def readme_picture() -> str:
