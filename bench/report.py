@@ -14,7 +14,7 @@ import argparse
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -116,34 +116,46 @@ def over_lora(label: str, field: int = 0) -> float:
     return values[label][field] / values["LoRA, compiled" if "compiled" in label else "LoRA"][field]
 
 
+HEADLINE, LONGER = "h200/trainer", "h200/steps_dropout"
+
+
 def readme_headline() -> str:
-    rows, ratios = headline_rows(), {}
-    for way in ("use_fdora_fused", "peft_dora", "use_fdora_fused_lora_dropout"):
-        ratios[way] = listed([f"{of[way] / of['peft_lora']:.2f}" for of in rows.values()])
-    exact, dora, lora = ratios.values()
+    """The recipe in a trainer; beside it the lengths of the same recipe at which it loses."""
+    found = result(HEADLINE)
+    ways = {row["way"]: row for row in found["rows"]}
+    share = lambda way, field="ms": f"{ways[way][field] / ways['peft_lora'][field]:.2f}"  # noqa: E731
+    longer = {S: of for S, of in longer_rows().items() if of["use_fdora_fused"] > of["peft_lora"]}
+    shares = {
+        way: [f"{of[way] / of['peft_lora']:.2f}" for of in longer.values()]
+        for way in ("use_fdora_fused", "use_fdora_fused_lora_dropout")
+    }
+    exact, alone = shares.values()
+    lost = (
+        "It loses where sequences are so long that LoRA does not wait for the host: with "
+        f"{listed([*map(str, longer)])} tokens a step takes {listed(exact)}. "
+    )
     return (
-        f"A training step of {MODELS['qwen3-8b']}'s layers on one H200 takes {exact} of LoRA's wall time with "
-        f"{listed(map(str, rows))} tokens, where PEFT's own DoRA takes {dora}, and computes the same function. That is the "
-        f"usual recipe: `lora_dropout={result(HEADLINE)['rows'][0]['dropout']}`, float32 adapters under bf16 autocast, "
-        f'gradient checkpointing. With `dropout_mode="lora"`, which is a different function, a step takes {lora}.'
+        f"With transformers' Trainer on the whole of {MODELS[found['model']]}, one H200, a step takes "
+        f"{share('peft_fdora_fused')} of LoRA's wall time and {share('peft_fdora_fused', 'peak_mb')} of its peak memory, where "
+        f"PEFT's own DoRA takes {share('peft_dora')} of the time, and computes the same function. That is the usual recipe: "
+        f"`lora_dropout={found['dropout']}`, float32 adapters under bf16 autocast, gradient checkpointing and "
+        f'{found["micro_batches"]} unpadded sequences a step. {lost if longer else ""}With `dropout_mode="lora"`, which is a '
+        f"different function, a step takes {listed([share('peft_fdora_fused_lora_dropout'), *alone])}."
     )
 
 
-HEADLINE = "h200/steps_dropout"
-
-
-def headline_rows() -> dict[int, dict[str, float]]:
-    """ms of each way, by tokens."""
+def longer_rows() -> dict[int, dict[str, float]]:
+    """ms of each way, by tokens of a micro-batch."""
     found: dict[int, dict[str, float]] = {}
-    for row in result(HEADLINE)["rows"]:
+    for row in result(LONGER)["rows"]:
         if (row["model"], row["mode"]) == ("8b", "checkpointing"):
             found.setdefault(row["S"], {})[row["way"]] = row["ms"]
     return found
 
 
-def listed(words: Iterable[str]) -> str:
-    *rest, last = words
-    return f"{', '.join(rest)} and {last}"
+def listed(words: Sequence[str]) -> str:
+    *rest, last = words or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def readme_picture() -> str:
@@ -261,13 +273,22 @@ def readme_losses() -> str:
     dropped = [row for row in result("h200/model_qwen3-8b_dropout")["rows"] if row["mode"] == "step_8"]
     ways = ("peft_fdora_fused", "peft_dora", "peft_fdora_fused_lora_dropout")
     exact, peft, alone = (f"{over(dropped, way, 'ms')[0]:.2f}" for way in ways)
+    trained = {x["way"]: x for x in result(HEADLINE)["rows"]}
+    before, begin, loras = (
+        trained["peft_fdora_fused"]["warmup_s"],
+        *(trained[w]["first_s"] for w in ("peft_fdora_fused", "peft_lora")),
+    )
+    (new,) = (x["ms_ratio"] for x in result("h200/trainer_metamath")["rows"] if x["way"] == "peft_fdora")
     points = (
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
         f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. With "
         f'`dropout_mode="lora"`, which computes a different function in training, it takes {alone}. All other figures are '
         "without dropout.",
         f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
-        f"cache, and {first[1]} with a warm one. Time to the first step of a whole model is not measured.",
+        f"cache, and {first[1]} with a warm one. In the training at the top `fdora.warmup` took {before:.1f} s, and the first "
+        f"step {begin:.1f} s for LoRA's {loras:.1f} s.",
+        f"**Lengths that never return.** Where each step has a new length, on q and v alone and without dropout, it takes "
+        f"{new:.2f} of LoRA's time: plans are made anew.",
         f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and few tokens a training step '
         f"takes {graphs} of LoRA's time where layers are compiled one by one, up to {whole_graphs} as one graph.",
         f"**Short sequences, in an older measurement.** There forward and backward took {short[0]} of LoRA's time with 512 "
@@ -443,12 +464,6 @@ def runs(wanted: str | Iterable[str], write: Callable[[dict], Iterable[str]], ti
         found = {"run": name, "dropout": 0} | result(name)
         parts += [f"### {name}{title.format_map(found)}", *write(found)]
     return parts
-
-
-def trainings(found: dict) -> list[str]:
-    """``seen``: of results since bench.trainer shows every length to a first way that is not timed."""
-    late = "LoRA ran first here, and paid for what cuDNN plans for a new length: its time is too long by up to a sixth."
-    return [*([] if found.get("seen") else [late]), columns(found["rows"], TRAINED)]
 
 
 def not_run(found: dict) -> list[str]:
@@ -853,7 +868,9 @@ SECTIONS = {
     "Training steps, few tokens and many": (("steps", "issue"), training_steps),
     "transformers' Trainer": (
         ("trainer",),
-        lambda: runs("trainer", trainings, ": {model}, {layers} layers, dropout {dropout}"),
+        lambda: runs(
+            "trainer", lambda found: [columns(found["rows"], TRAINED)], ": {model}, {layers} layers, dropout {dropout}"
+        ),
     ),
     "Whole models": (("model_",), models),
     "Fine-tuning, step by step": (("converge",), convergence),
