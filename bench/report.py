@@ -278,7 +278,6 @@ def readme_losses() -> str:
         trained["peft_fdora_fused"]["warmup_s"],
         *(trained[w]["first_s"] for w in ("peft_fdora_fused", "peft_lora")),
     )
-    (new,) = (x["ms_ratio"] for x in result("h200/trainer_metamath")["rows"] if x["way"] == "peft_fdora")
     points = (
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
         f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. With "
@@ -287,8 +286,6 @@ def readme_losses() -> str:
         f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
         f"cache, and {first[1]} with a warm one. In the training at the top `fdora.warmup` took {before:.1f} s, and the first "
         f"step {begin:.1f} s for LoRA's {loras:.1f} s.",
-        f"**Lengths that never return.** Where each step has a new length, on q and v alone and without dropout, it takes "
-        f"{new:.2f} of LoRA's time: plans are made anew.",
         f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and few tokens a training step '
         f"takes {graphs} of LoRA's time where layers are compiled one by one, up to {whole_graphs} as one graph.",
         f"**Short sequences, in an older measurement.** There forward and backward took {short[0]} of LoRA's time with 512 "
