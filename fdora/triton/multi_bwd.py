@@ -150,7 +150,7 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) 
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs = cdiv(M, rows) + G
     need_m, need_bias = out.dm is not None or out.dc is not None, out.dbias is not None
-    block_r = config.BLOCK_R if out.dB is not None and 4 * pairs * R < M else 0
+    block_r = config.BLOCK_R if out.dB is not None and int(4 * pairs * R) < int(M) else 0
     shapes: tuple[Any, ...] = (need_m and (pairs, N), need_bias and (pairs, N), block_r and (pairs, N, R))
     partial_m, partial_bias, partial_B = (plan.temp(shape) if shape else None for shape in shapes)
     if dz is not None or need_m or need_bias:
@@ -202,10 +202,11 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_fir
     block_p, block_q = (config.BLOCK_R, config.BLOCK_N) if rank_first else (config.BLOCK_N, config.BLOCK_R)
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
     # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
-    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(M, 4 * config.BLOCK_T), 16))
-    if 8 * (strips + G) * P * Q > M * (P + Q) or strips + G > MOST_ROWS:
+    tokens = int(M)
+    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(tokens, 4 * config.BLOCK_T), 16))
+    if 8 * (strips + G) * P * Q > tokens * (P + Q) or strips + G > MOST_ROWS:
         strips = 1
-    rows = 1 << (cdiv(M, strips) - 1).bit_length() if strips > 1 else 0
+    rows = 1 << (cdiv(tokens, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q))

@@ -39,25 +39,26 @@ def calls(M):
             yield maker, tuple(likes), options
 
 
-@pytest.mark.parametrize("M", [105, 300, 1501, 5001])
+@pytest.mark.parametrize("M", [120, 300, 1501, 5001])
 def test_a_member_is_the_plan_of_its_own_length(chosen_anew, M):
     """But for its workspace, which is that of the longest. Where the longest takes other kernels there is nothing to compare."""
-    compared, drawn = 0, random.Random(M)
+    compared, served, drawn = 0, [], random.Random(M)
     least, most = class_of(M)
     for maker, likes, options in calls(M):
         for count in {least, drawn.randint(least, most), most}:
             some = of_length(likes, count)
             member, alone = family.plan_of(maker, some, HOPPER, options), maker(some, HOPPER, *options)
             assert member.inputs == alone.inputs == some and member.results == alone.results and member.copies == alone.copies
-            if member.family is not None and choices(member) == choices(alone):
+            served.append(member.family is not None)
+            if served[-1] and choices(member) == choices(alone):
                 compared += 1
                 assert member.steps == alone.steps and member.cost == alone.cost
                 pairs = zip(member.temporaries, alone.temporaries, strict=True)
-                assert all(more >= size for (_, more), (_, size) in pairs) and member.workspace >= alone.workspace
-    assert compared > 100, compared
+                assert all(more >= size for (_, more), (_, size) in pairs)
+    assert compared > 100 and sum(served) > 0.95 * len(served), (compared, sum(served), len(served))
 
 
-@pytest.mark.parametrize("M", [105, 1501])
+@pytest.mark.parametrize("M", [120, 1501])
 def test_a_draft_fills_in_what_a_program_of_the_member_would_have(chosen_anew, monkeypatch, M):
     monkeypatch.setattr(native, "tensor_map", fake_map)
     module, (least, most), filled = SimpleNamespace(Program=lambda *made: made), class_of(M), 0

@@ -148,14 +148,14 @@ def _kind(n: int, unaligned: bool) -> Any:
 
 def kinds_of(plan: Plan, count: int) -> list[Any]:
     """Of all integers that follow from the number of tokens: kernels of one such number serve others with the same."""
-    found: dict[tuple[Any, bool], Any] = {}
+    found: dict[tuple[int, tuple, bool], Any] = {}
     for step in launches_of(plan):
         unaligned = getattr(step.kernel, "do_not_specialize_on_alignment", ())
         for name, a in zip(step.kernel.arg_names, step.args, strict=False):
             if isinstance(a, Rows):
-                key = a.form, name in unaligned
+                key = a.plus, a.terms, name in unaligned
                 if key not in found:
-                    found[key] = _kind(a.at(count), key[1])
+                    found[key] = _kind(a.at(count), key[2])
     return [*found.values()]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import ge, gt, le, lt
-from typing import Any
+from typing import Any, NamedTuple
 
 FEW = 64  # as many plans are no burden, and what runs differs from one to the next
 FINE = 1024  # from here on sixteen classes between powers of two, before four: by the model 1.004 of the best time in the mean
@@ -46,25 +46,29 @@ class Tokens:
                 setattr(self, end, inside)
 
 
+class Term(NamedTuple):
+    each: int
+    more: int
+    by: int
+    times: int
+
+
 class Rows(int):
-    """times ((each M + more) // by) + plus, where M is the number of tokens of a sequence."""
+    """plus + the sum of times ((each M + more) // by) over ``terms``, where M is the number of tokens of a sequence."""
 
     tokens: Tokens
-    form: tuple[int, int, int, int, int]
+    plus: int
+    terms: tuple[Term, ...]
 
     def at(self, M: int) -> int:
-        each, more, by, times, plus = self.form
-        return times * ((each * M + more) // by) + plus
+        value = self.plus
+        for each, more, by, times in self.terms:
+            value += times * ((each * M + more) // by)
+        return value
 
     def __add__(self, other: int) -> Any:
-        each, more, by, times, plus = self.form
-        if not isinstance(other, Rows):
-            return rows(self.tokens, each, more, by, times, plus + other)
-        if other.form[:3] == self.form[:3]:
-            return rows(self.tokens, each, more, by, times + other.form[3], plus + other.form[4])
-        if by == other.form[2] == 1:
-            return rows(self.tokens, each + other.form[0], more + other.form[1])
-        raise Fixed(self.form, other.form)
+        terms = other.terms if isinstance(other, Rows) else ()
+        return rows(self.tokens, self.plus + (other.plus if terms else other), *self.terms, *terms)  # type: ignore[attr-defined]
 
     __radd__ = __add__
 
@@ -79,32 +83,31 @@ class Rows(int):
 
     def __mul__(self, other: int) -> Any:
         if isinstance(other, Rows):
-            raise Fixed(self.form, other.form)
-        each, more, by, times, plus = self.form
-        return rows(self.tokens, each, more, by, times * other, plus * other)
+            raise Fixed(self.terms, other.terms)
+        return rows(self.tokens, self.plus * other, *[term._replace(times=term.times * other) for term in self.terms])
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> Any:
-        each, more, by, times, plus = self.form
         if not isinstance(other, Rows) and other > 0:
-            if times % other == 0:
-                return rows(self.tokens, each, more, by, times // other, plus // other)
-            if by == 1:
-                return rows(self.tokens, each, more, other)
-            if times == 1:
-                return rows(self.tokens, each, more + plus * by, by * other)
-        raise Fixed(self.form, other)
+            if all([term.times % other == 0 for term in self.terms]):
+                divided = [term._replace(times=term.times // other) for term in self.terms]
+                return rows(self.tokens, self.plus // other, *divided)
+            each, more, by, times = self.terms[0]
+            if len(self.terms) == 1 and by == 1:
+                return rows(self.tokens, 0, Term(each * times, more * times + self.plus, other, 1))
+            if len(self.terms) == 1 and times == 1:
+                return rows(self.tokens, 0, Term(each, more + self.plus * by, by * other, 1))
+        raise Fixed(self.terms, other)
 
     def __mod__(self, other: int) -> Any:
-        each, more, by, times, plus = self.form
-        if times % other == 0 or (by == 1 and each % other == 0):
-            return (plus if times % other == 0 else more) % other
-        raise Fixed(self.form, other)
+        if all([term.times % other == 0 for term in self.terms]):
+            return self.plus % other
+        raise Fixed(self.terms, other)
 
     def __and__(self, other: int) -> Any:
         if other & (other + 1):
-            raise Fixed(self.form)
+            raise Fixed(self.terms, other)
         return self % (other + 1)
 
     def _compared(self, other: Any, how: Callable[[int, int], bool]) -> bool:
@@ -112,6 +115,8 @@ class Rows(int):
             return how(self - other, 0)
         if not isinstance(other, int):
             return how(int(self), other)
+        if len({term.each * term.times > 0 for term in self.terms}) > 1:  # neither rises nor falls
+            raise Fixed(self.terms, other)
         outcome = how(int(self), other)
         self.tokens.narrow(lambda M: how(self.at(M), other) == outcome)
         return outcome
@@ -140,18 +145,22 @@ class Rows(int):
     __hash__ = int.__hash__
 
     def _unknown(self, *_: Any) -> Any:
-        raise Fixed(self.form)
+        raise Fixed(self.terms)
 
     __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __lshift__ = __rshift__ = __or__ = bit_length = _unknown
 
 
-def rows(tokens: Tokens, each: int = 1, more: int = 0, by: int = 1, times: int = 1, plus: int = 0) -> Any:
-    """Of this form; a plain number where it is the same for any number of tokens."""
-    if by == 1:
-        each, more, times, plus = each * times, more * times + plus, 1, 0
-    value = times * ((each * tokens.count + more) // by) + plus
-    if each == 0 or times == 0:
+def rows(tokens: Tokens, plus: int = 0, *terms: Term) -> Any:
+    """This sum; a plain number where it is the same for any number of tokens."""
+    times: dict[tuple[int, int, int], int] = {}
+    for each, more, by, count in terms or (Term(1, 0, 1, 1),):
+        if by == 1:  # of the form times M + plus
+            plus, count, each, more = plus + more * count, each * count, 1, 0
+        times[each, more, by] = times.get((each, more, by), 0) + count
+    left = tuple([Term(*key, count) for key, count in times.items() if count])
+    value = plus + sum([count * ((each * tokens.count + more) // by) for each, more, by, count in left])
+    if not left:
         return value
     made = int.__new__(Rows, value)
-    made.tokens, made.form = tokens, (each, more, by, times, plus)
+    made.tokens, made.plus, made.terms = tokens, plus, left
     return made
