@@ -142,8 +142,9 @@ class Bank(NamedTuple):
     ids: Tensor | None  # (M,) int64 or int32: the adapter of each token, out of 0 to G - 1 for none; see Backend.any_order
     seed: Tensor | None  # (G,) int64, None for no dropout; masks count tokens from the start of a segment. (2 G,) with ratios
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
-    p: float = 0.0  # of dropout, which is that of mode "lora"
+    p: float = 0.0  # of dropout
     experts: bool = False  # beside a QuantWeight: it is (G N, K), a W for each
+    mode: DropoutMode = "lora"  # of dropout; "peft" only beside seed and m
 
 
 class BankNeeds(NamedTuple):

@@ -38,8 +38,8 @@ SIGNATURES = {
     "dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, detach=True, compute=None, grad_compute=None, backend='auto')",
     "dora_linear_group": "(x, layers, *, dropout_p=0.0, dropout_mode='lora', seed=None, mask_origin=None, keep_inner=False, "
     "detach=True, compute=None, grad_compute=None, backend='auto')",
-    "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, seed=None, "
-    "ranks=None, compute=None, grad_compute=None, backend='auto')",
+    "dora_linear_multi": "(x, W, A, B, m, *, s, offsets=None, ids=None, norm=None, bias=None, dropout_p=0.0, "
+    "dropout_mode='lora', seed=None, ranks=None, compute=None, grad_compute=None, backend='auto')",
     "dora_merge": "(W, A, B, m, *, s, gamma=None, norm=None, backend='auto')",
     "dora_merge_quantized": "(W, A, B, m, *, s, norm=None, backend='auto')",
     "dora_merge_tree": "(weights, params, *, s, norm=None, backend='auto')",

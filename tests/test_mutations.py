@@ -141,6 +141,8 @@ FAULTS = [
     ("multi", "scaled(B, bank.s[g], x.dtype).T", "scaled(B, bank.s[0], x.dtype).T", multi.MASKED),
     ("multi", "torch.where((who == g)[:, None], F.pad", "torch.where((who == who)[:, None], F.pad", multi.MASKED),
     ("multi", "out + bank.bias.to(acc), t)", "out, t)", multi.MASKED),
+    ("multi", "first, low = dy, low", "first, low = dz, low", multi.MASKED),
+    ("multi", "xd if peft else x", "x", multi.MASKED),
     ("multi", "dz = dy if g_t is None else times_g(wide, g_t, t)", "dz = dy", multi.MASKED),
     ("multi", "dh = torch.where(own, dz @ b, 0)", "dh = dz @ b", multi.MASKED),
     ("multi", "low = torch.where(own, matmul(dh, A.to(t)), low)", "low = low + matmul(dh, A.to(t))", multi.MASKED),

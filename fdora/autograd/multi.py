@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._records import Bank, BankNeeds, Operands
+from fdora._records import Bank, BankNeeds, DropoutMode, Operands
 from fdora._torch import apply, detached, no_graph
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, autocast_on, gradients_of, reread
@@ -42,6 +42,7 @@ class Call(NamedTuple):
     fn: str = "dora_linear_multi"
     experts: bool = False
     """Each adapter has a W of its own; a quantised one is (G N, K)."""
+    mode: DropoutMode = "lora"
     fp8: bool = False
     """Forward multiplies 8-bit numbers, and W is a QuantWeight of e4m3."""
     fp8_grad: bool = False
@@ -56,8 +57,8 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     else:
         specs = specs_of([bank])
         if specs is not None:
-            ranks, p, saves, backend, _, fn, experts, fp8, fp8_grad = call
-            call = Call(ranks, p, saves, backend, specs, fn, experts, fp8, fp8_grad)
+            ranks, p, saves, backend, _, fn, experts, mode, fp8, fp8_grad = call
+            call = Call(ranks, p, saves, backend, specs, fn, experts, mode, fp8, fp8_grad)
         y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -118,13 +119,13 @@ def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype, fp8
     W, A, B, m, c, bias, seed = layer
     assert A is not None and B is not None
     if fp8:
-        return Bank(W, A, B, m, c, bias, *tokens, seed, call.ranks, call.p, call.experts)
+        return Bank(W, A, B, m, c, bias, *tokens, seed, call.ranks, call.p, call.experts, call.mode)
     if isinstance(W, QuantWeight):
         lazily = call.experts and call.backend == "eager"  # the products round W[e]: no copy of all W stands beside what f gave
         W = quant.decoded(W) if lazily else dense_in(W.spec, W.tensors, dtype, call.backend)
         W = W.unflatten(0, tuple(B.shape[:2])) if call.experts else W
         dtype = W.dtype if lazily else dtype
-    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, *tokens, seed, call.ranks, call.p)
+    return Bank(W if W.dtype == dtype else W.to(dtype), A, B, m, c, bias, *tokens, seed, call.ranks, call.p, False, call.mode)
 
 
 class Multi(torch.autograd.Function):

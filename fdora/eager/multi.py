@@ -70,9 +70,12 @@ def _forward_masked(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, T
     for g, (A, _) in enumerate(cut(bank.A, bank.B, bank.ranks)):
         h_g = xd @ A.to(t).T
         h = torch.where((who == g)[:, None], F.pad(h_g, (0, r - h_g.shape[1])), h)
-    v = _before_g(x, h, bank, who, bank.W)
+    peft = bank.mode == "peft"
+    v = _before_g(xd if peft else x, h, bank, who, bank.W)
     g_t = _g(bank, who)
     out = v if g_t is None else v * g_t
+    if g_t is not None and peft:
+        out = _before_g(x, h, bank, who, bank.W) + (g_t - 1) * v
     y = cast(out if bank.bias is None else out + bank.bias.to(acc), t)
     return y, h, (cast(v, t), torch.ones_like(bank.offsets, dtype=torch.bool)) if save_for_dm else ()
 
@@ -113,7 +116,10 @@ def _backward_masked(
             dBs.append(F.pad(cast(dB, bank.B.dtype), (0, r - dB.shape[1])))
         if products is not None:
             dgs.append(torch.where(own, products, 0).sum(0))
-    dx = cast((through_base(dz, W) if fp8 else matmul(dz, W.to(t))) + _drop(low, bank, who), t) if needs.x else None
+    first = dz
+    if g_t is not None and bank.mode == "peft":
+        first, low = dy, low + matmul(times_g(wide, g_t - 1, t), W.to(t))
+    dx = cast((through_base(first, W) if fp8 else matmul(first, W.to(t))) + _drop(low, bank, who), t) if needs.x else None
     dm = dc = None
     if dgs:
         assert bank.m is not None and bank.c is not None
@@ -235,7 +241,7 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
                 y = frozen_fwd(xs, bank.W, bank.bias) if bank.W.ndim == 2 else x.new_zeros((xs.shape[0], bank.W.shape[1]))
         else:
             save = Options(each.s, ("pre_scale" if fp8 else "output") if save_for_dm else "nothing")  # as layers_fwd
-            y, h, v = linear_fwd(xs, each.la, save, Dropout(_ratio(bank, each.g), "lora"), None, None, base)
+            y, h, v = linear_fwd(xs, each.la, save, Dropout(_ratio(bank, each.g), bank.mode), None, None, base)
             h = F.pad(h, (0, bank.A.shape[1] - h.shape[1]))
             pre_scale[each.g] = v is not None
         ys.append(y)
@@ -266,7 +272,7 @@ def _backward(
         own_h = each.sorted(h)[:, : each.la.A.shape[0]].clone()
         v = None if not kept else each.of(kept[0], bank.order) if len(kept) == 1 else each.sorted(kept[0])
         pre = pre_scale[each.g]
-        drop = Dropout(_ratio(bank, each.g), "lora")
+        drop = Dropout(_ratio(bank, each.g), bank.mode)
         dx, grads = linear_bwd(dys, xs, each.la, each.s, drop, own_h, v, pre, needs.x, need, None, fp8)
         dxs.append(dx)
         found[each.g] = grads[:5]

@@ -139,7 +139,7 @@ def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, a
         ends = torch.tensor(numbers, dtype=torch.int64)  # on the host, as s then is: both are read there
         scale = torch.full((E,), layer.s, dtype=torch.float64)  # type: ignore[arg-type]
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
-    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, None, fn, True, *map(bool, asked)))
+    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, None, fn, True, "lora", *map(bool, asked)))
 
 
 def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) -> tuple[Tensor, Operands]:

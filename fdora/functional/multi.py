@@ -36,6 +36,7 @@ def dora_linear_multi(
     norm: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float | Tensor | Sequence[float] = 0.0,
+    dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | Sequence[int | Tensor] | None = None,
     ranks: Sequence[int] | None = None,
     compute: Literal["fp8", "mxfp8"] | None = None,
@@ -70,8 +71,9 @@ def dora_linear_multi(
       norm: (G, N) float32 (or float64), from :func:`dora_norm` of the bank; None computes it, detached. A norm that was
         computed with a graph passes its gradient on.
       bias: (N,), added after g.
-      dropout_p: probability in [0, 1) that an element of an adapter's input is dropped ("lora" of :func:`dora_linear`): one
-        for all, or G of them, or a float32 or float64 tensor (G,), at whose values a GPU does not look.
+      dropout_p: probability in [0, 1) that an element of an adapter's input is dropped: one for all, or G of them, or a
+        float32 or float64 tensor (G,), at whose values a GPU does not look.
+      dropout_mode: "lora" or "peft", as for :func:`dora_linear`.
       seed: one int or int64 tensor for all, or G of them. Masks count tokens from the start of their adapter's segment (with
         ids, among its tokens): they are those of a call of its own. None draws G seeds.
       ranks: each adapter's own rank. Rows of A and columns of B beyond it are not read, and their gradients are 0. None reads
@@ -103,14 +105,15 @@ def dora_linear_multi(
         return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
     x = cast_x(fn, x, W)
     G = A.shape[0]
-    p, apart = ratios(fn, dropout_p, G, x)
+    p, apart = ratios(fn, dropout_p, G, x, dropout_mode)
+    mode = dropout_mode if p and m is not None else "lora"  # without m both mean the same
     of_each = None if of_each and min(of_each) == A.shape[1] else of_each  # nothing lies beyond: no table of ranks, no copies
     wrong = fault(offsets, ids, prod(x.shape[:-1]), G)
     if wrong:
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
         raise fail(fn, arg, want, wrong, "They say whose each token is.")
     if compute is not None or grad_compute is not None:
-        check_computes((compute, grad_compute), x, {fn: W}, "lora")
+        check_computes((compute, grad_compute), x, {fn: W}, mode)
     name = select_backend(x, backend=backend).name
     fp8 = on_gpu(fn, (compute, grad_compute), x, name)
     check_kernels(fn, A, name, of_each)
@@ -123,7 +126,7 @@ def dora_linear_multi(
         seeds = torch.cat([seeds, apart.view(torch.int64)])
     tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, p, name)
     saves = save_for_dm(m, c, False) != "nothing"
-    call = Call(of_each, p, saves, name, None, fn, False, *fp8)
+    call = Call(of_each, p, saves, name, None, fn, False, mode, *fp8)
     return multi(x, Operands(W, A, B, m, c, bias, seeds), tokens, call)
 
 
@@ -159,10 +162,10 @@ def check_multi(
     return sharded
 
 
-def ratios(fn: str, p: Any, adapters: int, x: Tensor) -> tuple[float, Tensor | None]:
+def ratios(fn: str, p: Any, adapters: int, x: Tensor, mode: str = "lora") -> tuple[float, Tensor | None]:
     """What all adapters have; or something above 0, and (G,) float64. Numbers reach a GPU by fills."""
+    check_dropout(fn, 0.0 if isinstance(p, (list, tuple, Tensor)) else p, mode)
     if not isinstance(p, (list, tuple, Tensor)):
-        check_dropout(fn, p, "lora")
         return float(p), None
     have = tuple(p.shape) if isinstance(p, Tensor) else len(p)
     if have not in (adapters, (adapters,)):
@@ -172,7 +175,7 @@ def ratios(fn: str, p: Any, adapters: int, x: Tensor) -> tuple[float, Tensor | N
         check_device(fn, "x", {"x": x, "dropout_p": p})
         return APART, p.double()
     for each in p:
-        check_dropout(fn, each, "lora")
+        check_dropout(fn, each, mode)
     if len(set(p)) == 1:
         return float(p[0]), None
     return APART, torch.stack([torch.full((), each, dtype=torch.float64, device=x.device) for each in p])

@@ -21,7 +21,7 @@ import torch
 
 from fdora.triton.codes import Packed
 from fdora.triton.fp8 import ALL, Other, quantised, turned
-from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, Scales, gemm
+from fdora.triton.gemm import NO_EPILOGUE, UNMASKED, Epilogue, Masked, Operand, Scales, gemm
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import is_tma_compatible
 from fdora.triton.runtime.plan import Array
@@ -55,10 +55,9 @@ def dropped_forward(
 ) -> None:
     """y and, where it is kept, v; xd is D(x)."""
     y, _, pre, _ = out
-    R, (codes, of_row) = pre or plan.temp(y.shape, y.dtype), quantised(plan, W, False)
-    x8, of_token = quantised(plan, x, False, other=Other("dropped", xd, 1 / p))
-    of_codes = Scales(of_token, of_row)
-    gemm(plan, R, x8, h, Operand(codes, B, trans=True), config=config, scales=of_codes)
+    R = pre or plan.temp(y.shape, y.dtype)
+    x8, right, of_codes = codes_of_dropped(plan, x, xd, W, 1 / p)
+    gemm(plan, R, x8, h, right._replace(b=B), config=config, scales=of_codes)
     epilogue = Epilogue("dropped", la.m, la.c, la.bias, R)
     gemm(plan, y, x, h, Operand(W, B, trans=True), epilogue, Masked(p=p), pre_scale=pre, config=TILE)
 
@@ -66,9 +65,29 @@ def dropped_forward(
 def dropped_dx(plan: Builder, of: Any, z: Array, dh: Array, W: Array, A: Array, config: GemmConfig) -> None:
     """Into dx, or onto it."""
     masked, onto = Masked(of.la.seed, of.dropout.p), Epilogue("accumulate", residual=of.dx)
-    codes, of_row = quantised(plan, W, False)
-    z8, of_token = quantised(plan, z, False, of_row, Other("minus", of.dy, -1.0))
-    turn = Operand(turned(plan, codes.words(codes.shape, codes.stride, torch.uint8)), None, trans=True)
-    first, of_codes = onto if of.accumulate else NO_EPILOGUE, Scales(of_token, None, 1, ALL)
-    gemm(plan, of.dx, z8, None, turn, first, masked, config=config, scales=of_codes)
+    product_of_change(plan, of.dx, z, of.dy, W, config, onto if of.accumulate else NO_EPILOGUE, masked)
     gemm(plan, of.dx, z, dh, Operand(W, A, trans=False), onto, masked)
+
+
+def codes_of_dropped(plan: Builder, x: Array, xd: Array, W: Array, factor: float = 1.0) -> tuple[Array, Operand, Scales]:
+    """Of ``factor`` L W^T: what is multiplied."""
+    codes, of_row = quantised(plan, W, False)
+    x8, of_token = quantised(plan, x, False, other=Other("dropped", xd, factor))
+    return x8, Operand(codes, None, trans=True), Scales(of_token, of_row)
+
+
+def product_of_change(
+    plan: Builder,
+    out: Array,
+    z: Array,
+    dy: Array,
+    W: Array,
+    config: GemmConfig,
+    end: Epilogue = NO_EPILOGUE,
+    masked: Masked = UNMASKED,
+) -> None:
+    """(dy - z) W, of codes; ``masked``: where D(x) is 0 alone."""
+    codes, of_row = quantised(plan, W, False)
+    z8, of_token = quantised(plan, z, False, of_row, Other("minus", dy, -1.0))
+    turn = Operand(turned(plan, codes.words(codes.shape, codes.stride, torch.uint8)), None, trans=True)
+    gemm(plan, out, z8, None, turn, end, masked, config=config, scales=Scales(of_token, None, 1, ALL))

@@ -6,6 +6,7 @@ Half precision, forward, by how many tokens and ranks there are:
     few ranks in all        one layer with the ranks of all adapters (multi_table.py)
     up to 1024 tokens       x W^T by cuBLAS, then the rest in one pass over rows that are looked up in sorted order
     sorted tokens           h = s_a x A_a^T by segments, then one product with all else inside (multi_gemm.py)
+    PEFT's dropout          two products, the second of codes where that pays, then the rest in one pass (multi_dropped.py)
     tokens in any order     as up to 1024
 
 The first two ask for no order. float32, and the dx of a call with dropout, are as up to 1024 tokens too. Backward
@@ -33,6 +34,7 @@ from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of,
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, x_of, y_of_codes
 from fdora.triton.multi_bwd import Given, Out, backward, stack_in
+from fdora.triton.multi_dropped import dropped_forward
 from fdora.triton.multi_gemm import (
     Right,
     Wanted,
@@ -57,7 +59,7 @@ from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
 from fdora.triton.tiles.configs import GemmConfig
 
-TENSORS = 11  # of a bank; behind them ranks and p
+TENSORS = 11  # of a bank; behind them ranks, p and mode
 READS = "stack matrix matrix flat flat flat vector vector vector vector vector"  # how a plan takes them
 BACKWARD = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
 BankGrads = tuple[Tensor | None, ...]
@@ -66,7 +68,7 @@ BankGrads = tuple[Tensor | None, ...]
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y will do."""
     tensors, *coded = listed(bank)
-    y, h, *before = _multi(x, tensors, list(bank.ranks or ()), bank.p, save_for_dm, *coded)
+    y, h, *before = _multi(x, tensors, list(bank.ranks or ()), bank.p, bank.mode, save_for_dm, *coded)
     return y, h, (before[0], x.new_empty(0)) if before else ()
 
 
@@ -74,7 +76,8 @@ def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, 
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,)."""
     before = kept[0] if kept else None
     (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
-    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, list(bank.ranks or ()), bank.p, list(needs), *coded))
+    (ranks, how) = list(bank.ranks or ()), (bank.p, bank.mode)
+    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, ranks, *how, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
 
 
@@ -93,16 +96,22 @@ def any_order(M: int, dtype: torch.dtype, A: Any, p: float) -> bool:
 
 def saves_pre_scale(dtype: torch.dtype, bank: Any) -> bool:
     """Whether y cannot stand in for the value before g; compare linear.py."""
-    return bank.bias is not None or dtype == torch.float32
+    return bank.bias is not None or dtype == torch.float32 or bank.mode == "peft"
 
 
 def _read_bank(
-    plan: Builder, likes: Likes, p: float, text: Sequence[str] = (), numbers: Sequence[int] = (), experts: bool = False
+    plan: Builder,
+    likes: Likes,
+    p: float,
+    mode: str,
+    text: Sequence[str] = (),
+    numbers: Sequence[int] = (),
+    experts: bool = False,
 ) -> Any:
     read = [getattr(plan, how)(like) for how, like in zip(READS.split(), likes[:TENSORS], strict=True)]
     for W in weights_of(text, numbers):
         read[0] = packed(plan, likes[TENSORS:], W)  # type: ignore[arg-type]
-    return Bank._make((*read, None, p, experts))
+    return Bank._make((*read, None, p, experts, mode))
 
 
 @maker("dora_linear_multi forward", "tokens rest", has_families=True)
@@ -112,11 +121,12 @@ def plan_forward(
     likes: Likes,
     ranks: tuple[int, ...],
     p: float,
+    mode: str,
     save_for_dm: bool,
     *coded: Any,
 ) -> None:
     """likes: those of the bank. A W of codes, of which ``coded`` tells, is multiplied by codes of x (fp8.py)."""
-    bank = _read_bank(plan, likes, p, *coded)
+    bank = _read_bank(plan, likes, p, mode, *coded)
     (M, _), (G, R, _), t = x.shape, bank.A.shape, x.dtype
     y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
     if M == 0:
@@ -136,6 +146,9 @@ def plan_forward(
         how = multi_table(plan, x, bank, y, h, pre_scale, codes)
         plan.path = f"x A^T of all adapters, then the product; {how}; few ranks in all"
         return None
+    if mode == "peft":
+        plan.path = dropped_forward(plan, x, bank, (y, h, pre_scale))
+        return
     plan.path = _by_segments(plan, x, bank, codes, (y, h, pre_scale), ranks)
 
 
@@ -189,10 +202,11 @@ def plan_backward(
     pre_scale: bool,
     ranks: tuple[int, ...],
     p: float,
+    mode: str,
     needs: tuple[bool, ...],
     *coded: Any,
 ) -> None:
-    bank = _read_bank(plan, likes, p, *coded)
+    bank = _read_bank(plan, likes, p, mode, *coded)
     dx, *grads = plan.wanted([f"d{name}" for name in BankNeeds._fields], _gradients(x, bank, needs))
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
@@ -206,9 +220,9 @@ def plan_backward(
         unsort(plan, sorted_dx, order, dx)
 
 
-def _described(tensors: Sequence[Any], experts: bool = False) -> Bank:
+def _described(tensors: Sequence[Any], experts: bool = False, mode: str = "lora") -> Bank:
     """A bank of which forms are asked."""
-    return Bank._make((*tensors[:TENSORS], None, 0.0, experts))
+    return Bank._make((*tensors[:TENSORS], None, 0.0, experts, mode))
 
 
 def is_experts(bank: Bank) -> bool:
@@ -231,17 +245,17 @@ def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> list[Any]:
 
 multi, _multi = planned(
     "multi",
-    "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, bool save_for_dm, str[] text, SymInt[] numbers, bool experts) "
-    "-> Tensor[]",
+    "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, str mode, bool save_for_dm, str[] text, SymInt[] numbers, "
+    "bool experts) -> Tensor[]",
     plan_forward,
-    lambda x, bank, ranks, p, save_for_dm, *_: _outputs(x, _described(bank), save_for_dm),
+    lambda x, bank, ranks, p, mode, save_for_dm, *_: _outputs(x, _described(bank, mode=mode), save_for_dm),
 )
 multi_backward, _multi_backward = planned(
     "multi_backward",
-    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, bool[] needs, "
-    "str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, str mode, "
+    "bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
     plan_backward,
-    lambda dy, x, h, kept, pre_scale, bank, ranks, p, needs, text, numbers, experts: _gradients(
+    lambda dy, x, h, kept, pre_scale, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
         x, _described(bank, experts), needs
     ),
     asks=(1, 0),

@@ -18,6 +18,7 @@ from fdora.triton.codes import Packed
 from fdora.triton.dequantize import weight_in
 from fdora.triton.fp8 import codes_config, dz_of_codes, grouped_backward, grouped_tile
 from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
+from fdora.triton.multi_dropped import CODES, TWO, Change, change_of, dropped_dx
 from fdora.triton.multi_gemm import (
     Right,
     Routes,
@@ -31,7 +32,7 @@ from fdora.triton.multi_gemm import (
     routes,
     shape_of,
 )
-from fdora.triton.multi_rows import Seen, drop, rank_table
+from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
@@ -114,7 +115,8 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
     seen = None if h is None else Seen(h, bank.offsets)
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, bank.ranks, seen=seen)
     found = routes(plan, bank, M, shape, laid, out.dx)
-    fused = _scale(plan, of, found, dz, out)
+    change = change_of(plan, dy, bank) if bank.mode == "peft" and out.dx is not None else None
+    fused = _scale(plan, of, found, dz, out, change)
     if dz is None:
         return
     product: Any = None
@@ -127,7 +129,11 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh)
         if out.dx is not None:
             plain = found._replace(g=None)
-            multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None, product)
+            if change is not None:
+                plan.path = plan.path.replace("one product", CODES if change.tile else TWO)
+                dropped_dx(plan, out.dx, dy, change, dh, right, bank, plain, shape)
+            else:
+                multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, Wanted(out.dx), bank.seed is not None, product)
         if out.dA is not None:
             _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids), bank, True)
     if out.dB is not None and not fused:
@@ -142,7 +148,7 @@ def stack_in(plan: Builder, bank: Any, dtype: torch.dtype) -> Array:
     return replace(W, shape=(G, N, W.shape[1]), stride=(N * pitch, pitch, 1)) if bank.experts else W
 
 
-def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) -> bool:
+def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out, change: Change | None) -> bool:
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
     dy, x, bank, h, kept, pre_scale = of
     (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
@@ -158,6 +164,10 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out) 
         given = {"dy": dy, "saved": kept, "h": h if block_r else None, "dz": dz, "M": M, "G": G, "N": N, "R": R, "FLAT": flat}
         given |= {"partial_m": partial_m, "partial_bias": partial_bias, "partial_B": partial_B}
         given |= {"stride_hm": 0 if h is None else h.stride[0], "BLOCK_R": block_r, "ROWS": rows, "BLOCK_G": block_of(G)}
+        lead = 1.0 if change and change.tile else 0.0
+        apart = is_apart(bank) and lead > 0
+        given |= {"beside": change and change.z, "lead": lead, "gain": 1 / (1 - lead * bank.p)}
+        given |= {"APART": apart, "seed": bank.seed if apart else None}
         plan.launch(multi_scale_kernel, grid, given, found, bank, config)
     if out.dB is not None and partial_B is not None:
         _sum(plan, partial_B, bank, out.dB, M, rows)

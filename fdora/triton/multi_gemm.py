@@ -217,11 +217,14 @@ class Right(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What comes of the product."""
+    """What comes of the product; and under PEFT's dropout what the pass behind it has beside it, see multi_dropped.py: another
+    "product" in half precision, or one of "codes"."""
 
     out: Array
     pre_scale: Array | None = None
     bias: Array | None = None
+    other: Array | None = None
+    OTHER: str = ""
 
 
 def multi_gemm(
@@ -241,7 +244,7 @@ def multi_gemm(
     """``masked``: the mask of dropout is on the term of low rank. ``of_codes``: what writes x w where that is a product of
     codes; of experts, what is multiplied."""
     codes = of_codes if isinstance(of_codes, Grouped) else None
-    (out, pre_scale, _), p = wanted, bank.p
+    (out, pre_scale, *_), p = wanted, bank.p
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
         return
@@ -251,7 +254,8 @@ def multi_gemm(
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
     by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape) if masked and of_codes is None else out
+        wide = plan.temp(out.shape) if (masked or wanted.other is not None) and of_codes is None else out
+        masked |= wanted.OTHER == "codes"  # by p alone, in forward
         of_codes(wide) if callable(of_codes) else plan.product(wide, x, w)
         given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
         given |= {"BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}

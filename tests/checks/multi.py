@@ -20,7 +20,7 @@ from tests.make import tensors
 
 P, SEEDS = 0.4, [11, 5, 2**40 + 7]
 APART = [P, 0.1, 0.7]
-RATIOS = {"none": 0.0, "dropout": P, "apart": APART}
+RATIOS = {"none": 0.0, "dropout": P, "apart": APART, "peft": P, "peft apart": APART}
 ROUTES = ("offsets", "ids")
 RANKS, SCALES, LENGTHS = (2, 1, 3), (0.7, -1.5, 2.0), (4, 0, 3)
 
@@ -130,7 +130,7 @@ def alone(t, dropout, dy):
             found |= {f"y{g}": (i, torch.nn.functional.linear(x, t.W, t.bias))}
         elif x.shape[0]:
             p = DoraParams(*(v.detach().requires_grad_() for v in p))
-            drops = {"dropout_p": ratio(dropout, g), "dropout_mode": "lora", "seed": seeds_of(t)[g]}
+            drops = {"dropout_p": ratio(dropout, g), "dropout_mode": mode_of(dropout), "seed": seeds_of(t)[g]}
             y = dora_linear(x, t.W, *p, s=s, bias=t.bias, **drops)
             dx, *own = torch.autograd.grad(y, [x, *p], dy[i])
             found |= {f"y{g}": (i, y), f"x{g}": (i, dx)} | {f"{n}{g}": (None, d) for n, d in zip("ABm", own, strict=True)}
@@ -138,11 +138,19 @@ def alone(t, dropout, dy):
 
 
 def ratio(dropout, g):
-    return APART[g % 3] if dropout == "apart" else RATIOS[dropout]
+    return APART[g % 3] if "apart" in dropout else RATIOS[dropout]
+
+
+def mode_of(dropout):
+    return "peft" if "peft" in dropout else "lora"
+
+
+def with_dropout(t, dropout, **extra):
+    return together(t, dropout_p=RATIOS[dropout], dropout_mode=mode_of(dropout), seed=seeds_of(t), **extra)
 
 
 def bits_of_own_calls(t, dropout="none"):
-    got = with_gradients(lambda t: together(t, dropout_p=RATIOS[dropout], seed=seeds_of(t)), t, dy_of(t))
+    got = with_gradients(partial(with_dropout, dropout=dropout), t, dy_of(t))
     for n, (at, want) in alone(t, dropout, dy_of(t)).items():
         assert torch.equal(got[n] if at is None else got[n[0]][at], want), n
     return got
@@ -157,7 +165,7 @@ def truth(t, dropout="none", g_is_one=()):
         dropped = partial(drop, seed=seed, p=ratio(dropout, g)) if dropout != "none" else None
         one = m is None or g in g_is_one
         c = m = torch.ones(t.W.shape[0], dtype=torch.float64, device=device.NAME) if one else m
-        ys.append(reference.dora(t.x[at], t.W, A, B, m, s, t.bias, c if one else None, dropped, "lora"))
+        ys.append(reference.dora(t.x[at], t.W, A, B, m, s, t.bias, c if one else None, dropped, mode_of(dropout)))
     base = torch.nn.functional.linear(t.x[rest].double(), t.W.double(), _double(t.bias))
     return whole(t, [*ys, base])
 
@@ -259,6 +267,17 @@ def seeds_decide_the_masks():
     assert torch.equal(drawn, together(t, dropout_p=P))
 
 
+def dropout_is_that_of_each_adapter():
+    """In both meanings, with one ratio or several, sorted or not: y and all gradients."""
+    for dropout, route in itertools.product(RATIOS, ROUTES):
+        t = case((6, 0, 5), 3, K=24, route=route)
+        got, want = (with_gradients(partial(f, dropout=dropout), t, dy_of(t)) for f in (with_dropout, truth))
+        for n, v in want.items():
+            assert_exact(got[n], v, f"{dropout} {route} {n}")
+    lora = t._replace(adapters=[p._replace(m=None) for p in t.adapters])  # without m both mean the same
+    assert torch.equal(with_dropout(lora, "peft"), with_dropout(lora, "dropout"))
+
+
 def each_adapter_has_the_bits_of_its_own_call():
     """Of plain calls on a CPU; tokens of none have those of the base layer."""
     for dtype, adapter, kind, dropout in itertools.product(
@@ -278,6 +297,7 @@ CHECKS = [
     stacks_and_unstacks_bit_for_bit,
     strangers_stay_strangers,
     seeds_decide_the_masks,
+    dropout_is_that_of_each_adapter,
 ]
 BITS = [each_adapter_has_the_bits_of_its_own_call]
 

@@ -30,7 +30,7 @@ from fdora.eager.dropout import drop
 from fdora.functional import DoraParams
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
-from fdora.jobs.causal.banks import Layer, adapted, dropped, norm_of
+from fdora.jobs.causal.banks import Layer, adapted, norm_of
 from fdora.jobs.loop import Job
 from fdora.quant import quantize
 
@@ -213,17 +213,13 @@ class Drawn(nn.Module):
 
     at = 0
 
-    def __init__(self, p, n, layers, once):
+    def __init__(self, p, n, layers):
         super().__init__()
-        self.p, self.n, self.layers, self.once = p, n, layers, once
+        self.p, self.n, self.layers = p, n, layers
 
     def forward(self, x):
         seed = Drawn.at * self.layers + self.n
-        if not self.training:
-            return x
-        if self.once:  # one product with W
-            return drop(x[0], torch.tensor(seed), self.p)[None]
-        return dropped(x, self.p, torch.tensor([x.shape[1]], dtype=torch.int32), seed)
+        return drop(x[0], torch.tensor(seed), self.p)[None] if self.training else x
 
 
 @pytest.mark.parametrize("name", ["law", "med"])
@@ -237,7 +233,7 @@ def test_dropout_is_that_of_peft(name, monkeypatch):
     assert trained.losses != train(model_of(adapters=adapters), [each], capacity=13).losses
     layers = [module for _, module in stock.named_modules() if hasattr(module, "lora_dropout") and name in module.lora_A]
     for n, layer in enumerate(layers):
-        layer.lora_dropout[name] = Drawn(0.4, n, len(layers), not adapters[name].use_dora)
+        layer.lora_dropout[name] = Drawn(0.4, n, len(layers))
     losses, count = [], iter(range(2 * 5, 3 * 5))
     optimizer = torch.optim.AdamW(
         [p for p in stock.parameters() if p.requires_grad], lr=1e-2, weight_decay=each.job.weight_decay
@@ -290,19 +286,6 @@ def test_dropout_above_codes_is_that_above_their_weight():
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_each_adapter_has_its_ratio():
-    x, ends = torch.ones(1, 3000, 8), torch.tensor([1000, 1000, 3000], dtype=torch.int32)
-    found = dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0]
-    assert torch.equal(found[:1000], x[0, :1000])
-    assert found[1000:].unique().tolist() == [0.0, pytest.approx(4 / 3)]
-    assert (found[1000:] == 0).float().mean() == pytest.approx(0.25, abs=0.02)
-    assert torch.equal(found, dropped(x, torch.tensor([0.0, 0.9, 0.25]), ends, 7)[0])
-    half = torch.randn(1, 3000, 8, dtype=torch.bfloat16)  # the factor is not rounded to bfloat16, as in nn.Dropout
-    found = dropped(half, torch.tensor([0.05]), ends[2:], 7)
-    kept = found != 0
-    assert kept.float().mean() > 0.9 and torch.equal(found[kept], (half[kept].float() / (1 - 0.05)).bfloat16())
 
 
 @pytest.mark.parametrize("model_of", [model_of, with_dropout], ids=["plain", "dropout"])

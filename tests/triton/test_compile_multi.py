@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8
 from fdora.triton import multi
 from fdora.triton.codes import Coded, written
+from fdora.triton.multi_dropped import CODES, TWO
 from tests.triton.test_compile import assert_builds, build, device, kind, pytestmark  # noqa: F401
 from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
 
@@ -25,12 +26,14 @@ SPILL = {
 }
 
 
-def plans(target, M, N, K, r, G, dtype=BF16, adapter=BF16, **beside):
+def plans(target, M, N, K, r, G, dtype=BF16, adapter=BF16, mode="lora", **beside):
     d, likes = device(target), bank(M, N, K, r, G, dtype, adapter, **beside)
     x, dy, h, bias = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype), "bias" in beside
     p = 0.1 if "seed" in beside else 0.0
-    yield multi.plan_forward((x, *likes), d, (), p, True)
-    yield multi.plan_backward((dy, x, h, dy, *likes), d, dtype == FP32 or bias, (), p, (*(True,) * 5, bias))
+    yield multi.plan_forward((x, *likes), d, (), p, mode, True)
+    yield multi.plan_backward(
+        (dy, x, h, dy, *likes), d, dtype == FP32 or bias or mode == "peft", (), p, mode, (*(True,) * 5, bias)
+    )
 
 
 SHAPES = {
@@ -68,6 +71,18 @@ def test_one_product_for_a_few_ranks(target, M, tmp_path):
         assert_builds(made, target, tmp_path, name, SPILL)
 
 
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("seed", [True, "apart"])
+def test_dropout_in_pefts_meaning(target, dtype, seed, tmp_path):
+    """The pass behind both products and backward's, with one ratio and with one for each adapter; the codes from sm_90 on."""
+    made = [*plans(target, 8192, 4096, 4096, 16, 4, dtype, FP32, mode="peft", seed=seed, bias=True)]
+    eight = dtype == BF16 and target >= 90
+    assert all((CODES if eight else TWO) in plan.path for plan in made)
+    for name in ("multi_epilogue", "multi_scale", *(["gemm", "fp8_rows"] if eight else [])):
+        assert_builds(made, target, tmp_path, name, SPILL)
+
+
 EXPERTS = [(16384, 1536, 2048, 16, 128), (32768, 4096, 14336, 64, 8), (64, 2880, 2880, 16, 32)]
 
 
@@ -81,7 +96,7 @@ def test_experts(target, shape, tmp_path):
     (M, K, N, _, G), d = shape, device(target)
     x, dy, h = alike(M, K, dtype=BF16), alike(M, N, dtype=BF16), alike(M, r, dtype=BF16)
     likes, no_dx = bank(M, N, K, r, G, BF16, BF16, experts=True), (False, *(True,) * 4, False)
-    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, (), 0.0, no_dx))
+    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, (), 0.0, "lora", no_dx))
     for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
         assert_builds(made, target, tmp_path, name, SPILL)
 
@@ -97,9 +112,9 @@ def test_experts_of_codes(target, shape, mode, tmp_path):
     for bias in (False, True):
         likes = [None, *bank(M, N, K, r, E, BF16, BF16, bias, experts=True)[1:]]
         likes += [alike(E * N, K, dtype=torch.float8_e4m3fn), scales]
-        made.append(multi.plan_forward((x, *likes), device(target), (), 0.0, bias, *facts, True))
+        made.append(multi.plan_forward((x, *likes), device(target), (), 0.0, "lora", bias, *facts, True))
     saved, needs = (dy, x, alike(M, r, dtype=BF16), dy), (*(True,) * 5, True)
-    made.append(multi.plan_backward((*saved, *likes), device(target), True, (), 0.0, needs, *facts, True))
+    made.append(multi.plan_backward((*saved, *likes), device(target), True, (), 0.0, "lora", needs, *facts, True))
     assert all("grouped product of codes" in plan.path or "product of codes for dx" in plan.path for plan in made)
     assert_builds(made, target, tmp_path, "multi_codes")
     assert_builds(made, target, tmp_path, "fp8")

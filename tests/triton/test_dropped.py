@@ -1,5 +1,7 @@
 """PEFT's dropout by a product of e4m3 codes of what is dropped, against float64 and beside two products in half precision."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_nor
 from fdora.triton import dropped
 from fdora.triton.linear import plan_backward, plan_forward
 from tests import device
+from tests.checks.multi import case, dy_of, seeds_of, together, with_gradients
 from tests.close import rel_l2
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import assert_fits, build, kind
 from tests.triton.test_compile import device as gpu
-from tests.triton.written import BF16, FP32, alike, launches
+from tests.triton.written import BF16, FP32, alike, kernels, launches
 
 S, NAMES = 0.7, ("y", "dx", "dA", "dB", "dm", "dbias")
 
@@ -74,6 +77,37 @@ def test_layers_on_one_x(small):
         ys = dora_linear_group(x, layers, dropout_p=0.2, dropout_mode="peft", seed=[3, 4], backend=backend)
         grads.append(torch.autograd.grad(ys, x, [one[-1], other[-1]])[0])
     assert rel_l2(*grads) < 2e-3
+
+
+def bank_results(t, ps, dy, backend):
+    call = partial(together, dropout_p=ps, dropout_mode="peft", seed=seeds_of(t), backend=backend)
+    return with_gradients(call, t, dy)
+
+
+@needs_kernels
+@pytest.mark.parametrize("route", ["offsets", "ids"])
+@pytest.mark.parametrize("ps", [[0.3] * 4, [0.3, 0.0, 0.05, 0.1]], ids=["one ratio", "apart"])
+def test_many_adapters(route, ps, small, monkeypatch, chosen_anew):
+    """Each with its g, mask, ratio and rank, some without tokens; tokens of nobody keep the base layer's. One product of codes
+    for all of them, forward and backward."""
+    t = case((50, 0, 61, 33), 16, 160, 208, (20, 3, 16, 70), (0.7, -1.5, 2.0, 1.0), torch.float16, route=route, spread=0.05)
+    dy = dy_of(t)
+    got, want = bank_results(t, ps, dy, "triton"), bank_results(t.double(), ps, dy.double(), "eager")
+    assert [kernels(plan)["gemm_tma_kernel"] for plan in chosen_anew.values() if "multi" in plan.name] == [1, 1]
+    for name in got:
+        if want[name].any():
+            most = 2e-3 if name[0] != "m" else 1.1 * of_dm(ps[int(name[1:])])  # a sum over few tokens
+            assert rel_l2(got[name], want[name]) < most, name
+        else:
+            assert not got[name].any(), name
+    nobody = t.ids < 0
+    base = torch.nn.functional.linear(t.x[nobody].double(), t.W.double(), t.bias.double())
+    assert rel_l2(got["y"][nobody], base) < 1e-3 and rel_l2(got["x"][nobody], dy[nobody].double() @ t.W.double()) < 1e-3
+    monkeypatch.setattr(dropped, "LEAST", 2048)
+    chosen_anew.clear()
+    both = bank_results(t, ps, dy, "triton")
+    assert not any(kernels(plan)["gemm_tma_kernel"] for plan in chosen_anew.values())
+    assert not torch.equal(both["y"], got["y"]) and not torch.equal(both["x"], got["x"])
 
 
 @pytest.mark.skipif("device.NAME == 'cpu'", reason="needs a GPU; runs with --device cuda on a machine with one")

@@ -16,6 +16,7 @@ from fdora.functional.explain import held_by_nodes
 from fdora.predict import GPUS
 from fdora.quant import opaque, quantize
 from fdora.triton import describe as explaining
+from fdora.triton.multi_dropped import CODES
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.plan import Plan
@@ -316,3 +317,18 @@ def test_a_tensor_of_ratios_is_not_asked_for_its_values():
     how["dropout_p"] = torch.tensor([0.1, 0.2], device=device.NAME)
     plan = explain(F.dora_linear_multi, draw(80, 48), la.W, *bank, s=[2.0, 2.0], gpu="h200", **how)
     assert "seed" in [kept.name for kept in plan.kept]
+
+
+@pytest.mark.parametrize("mode", ["peft", "lora"])
+def test_what_dropout_of_a_bank_means_is_said(mode):
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=len(shape) == 3)
+
+    where = {"offsets": meta(4, dtype=torch.int32), "dropout_p": 0.05, "seed": 1, "dropout_mode": mode}
+    bank = meta(4096, 4096), meta(4, 16, 4096), meta(4, 4096, 16), meta(4, 4096).requires_grad_()
+    x = meta(4096, 4096).requires_grad_()
+    said = explain(F.dora_linear_multi, x, *bank, s=meta(4, dtype=torch.float32), gpu="h200", **where)
+    passes = [plan for plan in said.plans if "norms" not in plan.name]
+    assert [CODES in plan.path for plan in passes] == [mode == "peft"] * 2
+    assert next(kept for kept in said.kept if kept.name == "x").whose == "argument"
+    assert ("pre_scale" in [kept.name for kept in said.kept]) == (mode == "peft")

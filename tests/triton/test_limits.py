@@ -61,7 +61,7 @@ def test_the_table_of_routes_has_room():
     """adapter * 32768 + slab in int32, a slab in 14 bits."""
     assert (MOST_ADAPTERS + 1) * 32768 - 1 <= 2**31 - 1
     x = alike(TOKENS, 64, dtype=BF16)
-    plan = multi.plan_forward((x, *bank(TOKENS, 64, 64, MOST_RANK, 2, BF16, BF16)), HOPPER, (), 0.0, False)
+    plan = multi.plan_forward((x, *bank(TOKENS, 64, 64, MOST_RANK, 2, BF16, BF16)), HOPPER, (), 0.0, "lora", False)
     (step,) = launches(plan, "multi_routes_kernel")
     span = step.args[step.kernel.arg_names.index("span")]
     assert 1 < span <= 16384 and any(by_tma(each) for each in launches(plan, "multi_gemm_tma_kernel")) and not over(plan)
@@ -70,7 +70,7 @@ def test_the_table_of_routes_has_room():
     )
     assert "multi_shrink_kernel" in kernels(few) and not over(few)
     more = bank(FEW, 64, 64, MOST_RANK + 1, 2, BF16, BF16)
-    few = multi.plan_forward((x._replace(shape=(FEW, 64)), *more), HOPPER, (), 0.0, False)
+    few = multi.plan_forward((x._replace(shape=(FEW, 64)), *more), HOPPER, (), 0.0, "lora", False)
     assert over(few) == {"multi_shrink_kernel"}
     assert MOST_OF_EACH == 2**15 - 1  # bits of a rank in the words of multi_ranks_kernel
 
@@ -80,7 +80,7 @@ def test_rows_that_tma_cannot_count_are_read_by_pointers(experts):
     """16384 adapters of 131072 outputs."""
     for G, wanted in ((16383, True), (16384, False)):
         likes = (alike(TOKENS, 64, dtype=BF16), *bank(TOKENS, 131072, 64, 8, G, BF16, BF16, experts=experts))
-        plan = multi.plan_forward(likes, HOPPER, (), 0.0, False)
+        plan = multi.plan_forward(likes, HOPPER, (), 0.0, "lora", False)
         assert any(by_tma(step) for step in launches(plan)) == wanted
 
 

@@ -40,6 +40,7 @@ FAULTS = [
     ("embedding", "return w.to(tl.float32) + acc\n", "return w.to(tl.float32) + 2 * acc\n"),
     ("embedding", "cv = tl.sqrt_rn(squares)", "cv = squares"),
     ("multi", "found = tl.load(at)", "found = tl.load(g + n)[None, :]"),  # everybody has the g of the first
+    ("multi", "if OTHER == \"product\":\n            acc += beside", "if OTHER == \"product\":\n            acc += 0.0"),
     ("experts", "bias += tl.cast(first, tl.int64) * BIAS_SPAN", "bias += 0"),
     ("experts", "tl.load(gates + t * k + j, mask", "tl.load(gates + t * k, mask"),
     ("experts", "tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),

@@ -154,7 +154,7 @@ FAULTS = [
     ("g W in parts", "A.columns(i, j), dh)", "A.columns(0, j - i), dh)"),
     ("dB by long strips", "sum_B += tl.load(at_strip", "sum_B = tl.load(at_strip"),
     ("codes in parts", "decode(plan, la.W, part, g, i)", "decode(plan, la.W, part, g, 0)"),
-    ("apart", "acc += there.to(tl.float32)", "acc += 0.0"),
+    ("apart", 'elif g is None or OTHER == "":\n        acc += there', 'elif g is None or OTHER == "":\n        acc += 0.0'),
     ("apart", "rank = tl.where(lo < hi, rank_of(ranks, a, G, R), 0)", "rank = tl.where(lo < hi, R, 0)"),
     (
         "tiles",

@@ -396,9 +396,9 @@ def calls_of_fp8_banks(M, N, K, ranks, dtype):
         codes, facts = in_eight_bits(N, K, mode)
         for seed, order in ((False, False), (True, True)):
             tensors, p = [None, *bank(M, N, K, r, 4, dtype, FP32, seed, order, seed)[1:], *codes], 0.1 if seed else 0.0
-            yield multi.plan_forward, [x, *tensors], ((), p, True, *facts)
+            yield multi.plan_forward, [x, *tensors], ((), p, "lora", True, *facts)
             saved = [dy, x, alike(M, r, dtype=dtype), dy]
-            yield multi.plan_backward, [*saved, *tensors], (seed, (), p, (*(True,) * 5, seed), *facts)
+            yield multi.plan_backward, [*saved, *tensors], (seed, (), p, "lora", (*(True,) * 5, seed), *facts)
 
 
 def calls_of_fp8_experts(M, N, K, r, dtype):
@@ -409,16 +409,16 @@ def calls_of_fp8_experts(M, N, K, r, dtype):
     for bias, mode in enumerate(("row", "block", "tensor")):
         codes, facts = in_eight_bits(4 * N, K, mode)
         tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], *codes]
-        yield multi.plan_forward, [x, *tensors], ((), 0.0, True, *facts, True)
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, "lora", True, *facts, True)
         saved = [dy, x, alike(M, r, dtype=dtype), dy]
-        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, (*(True,) * 5, bias == 1), *facts, True)
+        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, "lora", (*(True,) * 5, bias == 1), *facts, True)
 
 
 def wants_float8(maker, options):
     """Triton has none below sm_89."""
     from fdora.triton import linear, multi
 
-    return (maker is linear.plan_forward and len(options) > 7 and options[7]) or (maker is multi.plan_forward and options[3:])
+    return (maker is linear.plan_forward and len(options) > 7 and options[7]) or (maker is multi.plan_forward and options[4:])
 
 
 def bank(M, N, K, r, G, dtype, adapter, bias=False, order=False, seed=False, m=True, experts=False, ids=False):
@@ -443,23 +443,24 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
     x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
     ranks = tuple(1 + (r - 1) * (g + 1) // G for g in range(G))
     full = (True,) * 5
-    for bias, order, seed, m, of in (
-        (False, False, False, True, ()),
-        (True, True, False, True, ranks),
-        (False, True, True, True, ()),
-        (True, False, False, False, ranks),
+    for bias, order, seed, m, of, mode in (
+        (False, False, False, True, (), "lora"),
+        (True, True, False, True, ranks, "lora"),
+        (False, True, True, True, (), "lora"),
+        (True, False, "apart", True, ranks, "peft"),
+        (True, False, False, False, ranks, "lora"),
     ):
         tensors, p = bank(M, N, K, r, G, dtype, adapter, bias, order, seed, m), 0.1 if seed else 0.0
         for save in (False, m):
-            yield multi.plan_forward, [x, *tensors], (of, p, save)
+            yield multi.plan_forward, [x, *tensors], (of, p, mode, save)
             if multi.any_order(M, dtype, tensors[1], p):
-                yield multi.plan_forward, [x, *bank(M, N, K, r, G, dtype, adapter, bias, m=m, ids=True)], (of, p, save)
+                yield multi.plan_forward, [x, *bank(M, N, K, r, G, dtype, adapter, bias, m=m, ids=True)], (of, p, mode, save)
         for needs in (full, (True, False, False, False, False), (False, True, True, True, False), (False,) * 3 + (True, True)):
             wanted = (*needs[:3], *(need and m for need in needs[3:]), bias)
             if any(wanted):
                 for pre_scale in (dtype == FP32 or bias, True):
                     kept = dy if wanted[3] or wanted[4] else None
-                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, of, p, wanted)
+                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, of, p, mode, wanted)
         yield plan_route, [alike(M, dtype=torch.int64)], (G,)
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
 
@@ -474,9 +475,9 @@ def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
         tensors = bank(M, N, K, r, E, dtype, adapter or dtype, bias, experts=True)
         if by_columns:
             tensors[0] = tensors[0]._replace(stride=(N * K, 1, N))
-        yield multi.plan_forward, [x, *tensors], ((), 0.0, True)
+        yield multi.plan_forward, [x, *tensors], ((), 0.0, "lora", True)
         for pre_scale in {dtype == FP32 or bias, True}:
-            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, (), 0.0, (*(True,) * 5, bias))
+            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, (), 0.0, "lora", (*(True,) * 5, bias))
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], ((), None)
     yield from calls_around_experts(M, N, dtype)
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
@@ -33,13 +32,10 @@ class Layer(NamedTuple):
     dropout_mode: Mode = "peft"
     """What that means where an adapter has a magnitude."""
 
-    @property
-    def drops(self) -> bool:
-        return isinstance(self.dropout, Tensor) or self.dropout > 0
-
     def is_twice(self, params: DoraParams) -> bool:
         """Whether dropout wants two products with W."""
-        return self.drops and params.m is not None and self.dropout_mode == "peft"
+        drops = isinstance(self.dropout, Tensor) or self.dropout > 0
+        return drops and params.m is not None and self.dropout_mode == "peft"
 
 
 def norms_of(layers: Mapping[str, Layer], params: Mapping[str, DoraParams]) -> dict[str, Tensor | None]:
@@ -57,33 +53,15 @@ def norm_of(layer: Layer, params: DoraParams) -> Tensor | None:
 def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor, x: Tensor, seed: int | None = None) -> Tensor:
     """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient.
 
-    With a seed and dropout D it is ``(x - D(x)) W^T + bias + g (D(x) W^T + s D(x) A^T B^T)``, which is PEFT's
-    ``x W^T + bias + (g - 1) D(x) W^T + g s D(x) A^T B^T``; with one product with W the bank would be another function. One is
-    enough where all are plain LoRA, and for ``dropout_mode="lora"``: ``g (x W^T + s D(x) A^T B^T) + bias``.
+    With a seed an adapter hears D(x), and PEFT's DoRA corrects ``D(x) W^T`` alone: ``dropout_mode``. One product with W is
+    enough where all are plain LoRA, and for "lora".
     """
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
-    run = partial(dora_linear_multi, W=layer.W, A=A, B=B, s=layer.s, ranks=layer.ranks)
-    if seed is None or not layer.is_twice(params):
-        p = 0.0 if seed is None else layer.dropout
-        return run(x, m=m, norm=norm, offsets=ends, bias=layer.bias, dropout_p=p, seed=seed)
-    heard = dropped(x, layer.dropout, ends, seed)
-    if isinstance(layer.W, Tensor):
-        rest = linear(x - heard, layer.W, layer.bias)
-    else:  # tokens of no adapter: codes are what backward keeps
-        rest = run(x - heard, m=None, offsets=torch.zeros_like(ends), bias=layer.bias)
-    return rest + run(heard, m=m, norm=norm, offsets=ends)
-
-
-def dropped(x: Tensor, dropout: float | Tensor, ends: Tensor, seed: int) -> Tensor:
-    """D(x) of sorted tokens (..., K), with the ratio of each token's adapter. The seed and the device say which mask."""
-    draw = torch.Generator(x.device).manual_seed(seed)
-    if not isinstance(dropout, Tensor):
-        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout, generator=draw)
-        return torch.where(kept, x / (1 - dropout), 0)
-    tokens = torch.arange(x.shape[-2], dtype=torch.int32, device=x.device)
-    p = dropout.float()[torch.searchsorted(ends, tokens, right=True)][:, None]
-    return torch.where(torch.rand(x.shape, device=x.device, generator=draw) < p, 0, x / (1 - p)).to(x.dtype)
+    more: dict[str, Any] = {"ranks": layer.ranks, "bias": layer.bias, "norm": norm, "offsets": ends}
+    if seed is not None:
+        more |= {"dropout_p": layer.dropout, "dropout_mode": layer.dropout_mode, "seed": seed}
+    return dora_linear_multi(x, layer.W, A, B, m, s=layer.s, **more)
 
 
 def layers_of(model: Any, names: Sequence[str], dropout_mode: Mode = "peft") -> tuple[dict[str, Layer], dict[str, Any]]:

@@ -71,7 +71,7 @@ def train(
       seed: draws the masks of dropout. Each adapter has its own ratio, in steps and not in evaluations, in whichever mode the
         model is.
       dropout_mode: what ``lora_dropout`` above 0 means for DoRA. "peft" is PEFT's function; a layer has one more product with
-        W, and keeps a mask and D(x) for backward. "lora" drops the input of A alone, at LoRA's price.
+        W, and keeps its value before g. "lora" drops the input of A alone, at LoRA's price.
       on_step: is called with each :class:`Step`.
       join: is called after each microbatch with steps, and gives jobs that begin there; their adapters are in the model by
         then. It needs a folder.

@@ -4,8 +4,8 @@ M tokens, H hidden, F inner, q and kv the widths of queries and keys; bytes of a
 
     RMSNorm       x in float32, 4 M H, and 4 M                      in its backward 20 M H: x ** 2 and the mean, each by itself
     dora_linear   x, h = x A^T (e M r), y; with a bias the value before g in the place of y
-                  with dropout D(x) and its mask, 3 M K, in the place of x, and the value before g; it is drawn in float32,
-                  9 M K in forward, 8 M K in backward
+                  with dropout the value before g; D(x) is drawn anew, and both products with W, one in float32, are
+                  temporaries, e M K + 6 M N in forward, e M N + 6 M K in backward, and W as codes, twice there
     rotation      nothing
     attention     q, k, v, its output, 4 M heads
     act, product  their inputs
@@ -71,7 +71,7 @@ class Block:
             if adapted:
                 own[f"{y} h"], more = E * M * setup.width, self.scratch(N)
                 if setup.dropout:
-                    own[f"{y} D(x)"], there, more = (E + 1) * M * K, there + 9 * M * K, max(8 * M * K, more)
+                    there, more = there + E * M * K + 6 * M * N + N * K, more + E * M * N + 6 * M * K + 2 * N * K
                 if setup.dropout or name in self.model.biases:
                     own[f"{y} before g"] = E * M * N
                 else:
@@ -85,7 +85,7 @@ class Block:
     def linear(self, at: str, names: tuple[str, ...], x: str, called: str = "") -> list[str]:
         """Layers on one x, in one call where there are several."""
         ys, own, keeps, rest = self.call(at, names)
-        if own and not self.setup.dropout:  # a frozen W keeps nothing
+        if own:  # a frozen W keeps nothing
             keeps.append(x)
         return self.op(f"{at}.{called or names[0]}", [x], ys, own, keeps, **rest)
 

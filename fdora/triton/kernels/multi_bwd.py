@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
+from fdora.triton.kernels.multi_rows import scale_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
 from fdora.triton.kernels.sums import column_sums
@@ -12,21 +13,27 @@ from fdora.triton.kernels.tile import Matrix, block_on, put, store, strip_at, ve
 from fdora.triton.runtime.cost import kernel
 
 
-@kernel("dy saved h g dz partial_m partial_bias partial_B", "M N R dy?BLOCK_R")
+@kernel("dy saved h g dz beside partial_m partial_bias partial_B", "M N R dy?BLOCK_R")
 def multi_scale_kernel(
-    dy, saved, h, g, offsets, dz, partial_m, partial_bias, partial_B, M, G, N, R, stride_dy, stride_saved, stride_hm,
+    dy, saved, h, g, offsets, seed, dz, beside, partial_m, partial_bias, partial_B, M, G, N, R, lead, gain,
+    stride_dy, stride_saved, stride_hm, APART: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
 ):
-    """dz = g dy, and of each pair of a strip of ROWS rows and a segment the sums of dy v, dy and dz^T h."""
+    """dz = g dy, (lead + gain (g - 1)) dy beside it, APART by a gain of the adapter, and of each pair of a strip of ROWS rows
+    and a segment the sums of dy v, dy and dz^T h."""
     n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
-    ga = None
+    ga, g_beside = None, None
     if g is not None:
         ga = vector(g + tl.cast(a, tl.int64) * N, n, N)[None, :]
+        if beside is not None:
+            if APART:
+                gain = scale_of(seed, a, G)
+            g_beside = lead + gain * (ga - 1)
     sums = scaled(
         Matrix(dy, stride_dy, None), Matrix(None if partial_m is None else saved, stride_saved, None),
-        Matrix(h, stride_hm, None), dz, None, ga, None, n, 0, lo, hi, hi, N, R,
+        Matrix(h, stride_hm, None), dz, beside, ga, g_beside, n, 0, lo, hi, hi, N, R,
         partial_bias is not None, BLOCK_R, BLOCK_M, STAGES,
     )
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.gemm import finish_tma, scaled_codes, slabs
 from fdora.triton.kernels.multi import ROUTE, bounds_of, place_of, rank_of
-from fdora.triton.kernels.multi_rows import drop_by_segments
+from fdora.triton.kernels.multi_rows import drop_by_segments, scale_of
 from fdora.triton.kernels.product import by_segments, finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, both, store, vector, within, zeros
 from fdora.triton.runtime.cost import kernel
@@ -169,13 +169,15 @@ def multi_gemm_pointer_kernel(
     finish(acc, ends, row, col, stop, N, "segments")
 
 
-@kernel("v h b out pre_scale g", "M N R h")
+@kernel("v other h b out pre_scale g", "M N R h")
 def multi_epilogue_kernel(
-    v, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
+    v, other, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
     stride_hm, stride_ba, stride_br, stride_bn,
-    APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    OTHER: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """The same on a product that is there. ``seed`` masks the term of low rank. By ``order`` rows of v and out are sorted."""
+    """The same on a product that is there. By ``order`` rows of v and out are sorted. Without g ``seed`` masks the term of low
+    rank. OTHER, beside PEFT's dropout: with g ``other`` is D(x) W^T, or what the dropped part of x makes as "codes"; without g
+    it is in the mask, or as "codes" stands where that is not."""
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first, last = tl.load(route + ROUTE * tl.program_id(0)), tl.load(route + ROUTE * tl.program_id(0) + 1)
     t, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -185,13 +187,28 @@ def multi_epilogue_kernel(
         Matrix(h, stride_hm, None), (b, stride_ba, stride_br, stride_bn), offsets, ranks, first, last, row, col, M, N, G, R,
         BLOCK_M, BLOCK_N, BLOCK_R,
     )
-    if seed is not None:
-        acc = drop_by_segments(acc, seed, threshold, keep_scale, ids, t, n, offsets, M, G, APART)
-    acc += there.to(tl.float32)
+    there, whole, less = there.to(tl.float32), acc, 0.0
+    if OTHER != "":
+        beside = tl.load(addresses(Matrix(other, N, None), t, n), mask=inside, other=0.0).to(tl.float32)
+        if OTHER == "product":
+            acc += beside
+        else:
+            less = beside
+    if g is None and seed is not None:
+        acc = drop_by_segments(acc, seed, threshold, keep_scale, ids, t, n, offsets, M, G, APART, less)
+    if g is not None and OTHER == "codes":
+        if APART:
+            keep_scale = scale_of(seed, vector(ids, t, M), G)[:, None]
+        acc += (there - less) * keep_scale
+    elif g is None or OTHER == "":
+        acc += there
     if pre_scale is not None:
         store(acc, Matrix(pre_scale, N, None), t, n, M, N)
     if g is not None:
-        acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
+        if OTHER != "":
+            acc = whole + there + by_segments(acc, g, (ids, first, last), t, n, M, N) - acc
+        else:
+            acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
     if bias is not None:
         acc += vector(bias, n, N).to(tl.float32)[None, :]
     tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=inside)

@@ -99,17 +99,28 @@ def bank_kernel(
 
 
 @triton.jit
-def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART: tl.constexpr):
-    """v, zero where the elements (t, k) are dropped and scaled elsewhere: a token counts from the start of its segment, under
-    the seed of its adapter. APART: behind all seeds are the ratios, float64."""
+def ratio_of(seed, a, G):
+    """Behind all seeds, where each adapter has its own; 0 behind the last."""
+    return vector((seed + G).to(tl.pointer_type(tl.float64)), a, G)
+
+
+@triton.jit
+def scale_of(seed, a, G):
+    """1 / (1 - p) where each adapter has its p."""
+    return (1.0 / (1.0 - ratio_of(seed, a, G))).to(tl.float32)
+
+
+@triton.jit
+def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART: tl.constexpr, other=0.0):
+    """v, ``other`` where the elements (t, k) are dropped and scaled elsewhere: a token counts from the start of its segment,
+    under the seed of its adapter. APART: each has its ratio."""
     a = vector(ids, t, M)
     lo, _ = bounds_of(offsets, a, G, M)
     if APART:
-        p = vector((seed + G).to(tl.pointer_type(tl.float64)), a, G)
-        threshold = (p * 4294967296.0).to(tl.int64)[:, None]
-        scale = (1.0 / (1.0 - p)).to(tl.float32)[:, None]
+        threshold = (ratio_of(seed, a, G) * 4294967296.0).to(tl.int64)[:, None]
+        scale = scale_of(seed, a, G)[:, None]
     keep = keep_rows(vector(seed, a, G), threshold, t - lo, k)
-    return tl.where(keep, v * scale, 0.0)
+    return tl.where(keep, v * scale, other)
 
 
 @kernel("x out")
