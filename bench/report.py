@@ -22,7 +22,6 @@ from typing import NamedTuple
 from bench import (
     converge,
     diffusion,
-    issue_time,
     jobs,
     jobs_bubble,
     model,
@@ -594,7 +593,7 @@ STEPS = (
 )
 ISSUE = (
     "How long the host takes to issue a forward and a backward, the GPU never waited for in between "
-    "(`python -m bench.issue_time --device cuda`). Hosts differ, and one host from run to run: the last column is the time of "
+    "(bench.issue_time, until 4b97a39f). Hosts differ, and one host from run to run: the last column is the time of "
     "two million additions in Python."
 )
 SCHEDULES = (
@@ -647,8 +646,15 @@ def training_steps() -> list[str]:
     return [STEPS, *taken, *issued]
 
 
+ISSUED = {"run": "{run}", "way": "{way}", "issue ms, forward / backward": "{ms[forward]:.2f} / {ms[backward]:.2f}"}
+ISSUED |= {"beyond frozen": "{excess[forward]:.2f} / {excess[backward]:.2f}"}
+ISSUED |= {"of LoRA's": "{excess[forward_ratio]:.2f} / {excess[backward_ratio]:.2f}", "2M additions, ms": "{python_ms}"}
+
+
 def issue(found: dict) -> list[str]:
-    return [ISSUE, issue_time.markdown(found["runs"], list(found["runs"][0]["ms"]))]
+    ways = found["runs"][0]["ms"]
+    rows = [run | {"run": i, "way": way} for i, run in enumerate(found["runs"]) for way in ways]
+    return [ISSUE, columns([row | {key: row[key].get(row["way"], {}) for key in ("ms", "excess")} for row in rows], ISSUED)]
 
 
 def quantised() -> list[str]:
@@ -763,7 +769,7 @@ def the_host() -> list[str]:
     for name, each in found.items():
         for piece, us in each["us"].items():
             pieces.setdefault((piece,), {})[f"{name}, commit {commit_of(each)}"] = us
-    said = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
+    said = "What it costs the host to reach a kernel, in us per call (bench.launches, until 4b97a39f):"
     return [*parts, *([said, side_by_side(["piece"], pieces)] if found else [])]
 
 

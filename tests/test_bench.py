@@ -42,7 +42,6 @@ SMALL = {
     "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4 --runs 1 --cell-seconds 0",
     "lengths": "--layers 1 --loss-tokens 4 --model tiny --r 4 --count 22 --least 4 --most 9 --warmup",
     "trainer": "--tiny --layers 1 --r 4 --steps 3",
-    "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
     "diffusion": "--tiny --models sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1 --checkpointing yes",
     "converge": "--tiny --size large --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0",
@@ -75,7 +74,7 @@ def test_a_command_writes_records(name, tmp_path):
 
 
 def test_every_suite_is_a_command():
-    assert set(SMALL) | {"all", "report", "tune", "fit", "host_steps", "schedule", "launches"} <= set(entry.commands())
+    assert set(SMALL) | {"all", "report", "tune", "fit", "schedule"} <= set(entry.commands())
     with pytest.raises(SystemExit, match="python -m bench NAME"):
         entry.main(["layers"])
 
