@@ -53,7 +53,7 @@ FILES = {"norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "
 FILES |= {"jobs_bubble": "jobs", "lengths": "steps", "serve": "multi", "trainer": "model"}
 WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
 # Commands that take --seconds.
-TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")
+TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "vit", "diffusion")
 
 
 def command_of(name: str) -> tuple[str, list[str]]:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,6 @@ MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
 SIZES = decoder.SIZES["layers"]  # of Qwen3-8B, Qwen3-1.7B, Mistral-7B, Gemma-3-4B and Llama-3.1-70B
-
-T = TypeVar("T")
 
 
 class Cell(NamedTuple):
@@ -105,11 +103,9 @@ def adapted(way: str, base: Stack, values: dict, dropout: float = 0.0) -> tuple[
 class Way:
     """One model, and its modes on the input of :meth:`feed`."""
 
-    def __init__(
-        self, name: str, base: Stack, values: dict, adapt: Callable | None = None, *, dropout: float = 0.0, context=nullcontext
-    ):
+    def __init__(self, name: str, base: Stack, values: dict, *, dropout: float = 0.0, context=nullcontext):
         self.name, self.context = name, context
-        self.model, self.leaves = (adapt or adapted)(name, base, values, dropout)
+        self.model, self.leaves = adapted(name, base, values, dropout)
         self.model.dropout = dropout
         self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
         self.compile("")
@@ -166,25 +162,19 @@ class Way:
             torch._foreach_add_(total, self.gradient())
         self.optimize()
 
-    def checkpointed(self, fn: Callable[[], T]) -> T:
+    def checkpointing(self) -> None:
         self.model.checkpointing = True
         try:
-            return fn()
+            self.step()
         finally:
             self.model.checkpointing = False
 
-    def checkpointing(self) -> None:
-        self.checkpointed(self.step)
 
-    def gradient_checkpointing(self) -> list[Tensor]:
-        return self.checkpointed(self.gradient)
-
-
-def build(cell: Cell, options, failures: Failures, adapt: Callable | None = None) -> dict[str, Way]:
+def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
     torch.manual_seed(0)
     base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    return failures.attempt(options.ways, lambda name: Way(name, base, values, adapt, **adapted_as(options)))
+    return failures.attempt(options.ways, lambda name: Way(name, base, values, **adapted_as(options)))
 
 
 def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:

@@ -37,7 +37,6 @@ SMALL = {
     "norm_model": "--models tiny --layers 1 --r 4",
     "host": "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 --ways frozen,peft_dora,fdora",
     "shapes": "--shape 24,48,32,4 --runs 1 --ways bare,peft_lora,fdora,fdora_inside",
-    "layers12": STACK + "--no-compile",
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
     "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4 --runs 1 --cell-seconds 0",
     "lengths": "--layers 1 --loss-tokens 4 --model tiny --r 4 --count 22 --least 4 --most 9 --warmup",
@@ -45,7 +44,6 @@ SMALL = {
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
     "diffusion": "--tiny --models sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1 --checkpointing yes",
     "converge": "--tiny --size large --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0",
-    "parallel": "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32",
     "sharded": STACK + "--modes step --dtype fp32 --adapter fp32",
 }
 
@@ -69,7 +67,7 @@ def test_a_command_writes_records(name, tmp_path):
     rows = [row for part, shape in lines[0]["parts"].items() if shape != "tree" for row in result[part]]
     assert rows and records.result_of(list(records.lines_of("result", result))) == result
     times = [line["values"] for line in lines[1:] if any(key.endswith("ms") for key in line["values"])]
-    assert times or name in ("fp8_error", "converge", "host", "parallel")
+    assert times or name in ("fp8_error", "converge", "host")
     assert not [why for row in [result, *rows] for why in row.get("failed", {}) if "fdora" in why]
 
 
