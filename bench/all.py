@@ -50,7 +50,7 @@ def entries() -> dict[str, Entry]:
 TABLE = entries()
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
 FILES = {"norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
-FILES |= {"jobs_bubble": "jobs", "lengths": "steps", "serve": "multi", "trainer": "model"}
+FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}
 WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
 # Commands that take --seconds.
 TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "vit", "diffusion")

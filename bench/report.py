@@ -23,7 +23,6 @@ from bench import (
     converge,
     diffusion,
     jobs,
-    jobs_bubble,
     model,
     profile,
     quant,
@@ -601,7 +600,7 @@ SCHEDULES = (
     "stage, forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
 )
 STAGES = (
-    "Simulated from layers that were measured: `python -m bench.jobs_bubble`, which says how, and what the ways are. Bubble, "
+    "Simulated from layers that were measured: bench.jobs_bubble, until 4b97a39f, says how, and what the ways are. Bubble, "
     "and tokens per second. Two stages on two H200 ({run}): {predicted:.1%} of {predicted_seconds:.3f} s in the same way, "
     "{measured:.1%} of {measured_seconds:.3f} s measured."
 )
@@ -678,6 +677,12 @@ def serving() -> list[str]:
 
 
 JOBS = ": {layers} layers, r {r}, {microbatches[capacity]} tokens a microbatch, {world} GPU(s), dropout {dropout}"
+
+
+def stages(found: dict) -> str:
+    """Bubbles and tokens per second."""
+    cells = pivot(found["rows"], lambda row: (row["world"], row["adapters"]), "{bubble:.1%}, {throughput:.0f}".format_map)
+    return side_by_side(["stages", "adapters"], cells)
 
 
 def studied(study: str) -> dict[str, list[dict]]:
@@ -893,7 +898,7 @@ SECTIONS = {
             *(
                 part
                 for name in names("stages")
-                for part in (STAGES.format_map(result(name)["checks"][0]), jobs_bubble.markdown(result(name)))
+                for part in (STAGES.format_map(result(name)["checks"][0]), stages(result(name)))
             ),
             figure("stages", "Bubbles of 4 and 8 stages"),
         ],
