@@ -144,7 +144,7 @@ def of_demo(found: dict) -> Iterator[Contest]:
 
 
 def of_quantised(found: dict) -> Iterator[Contest]:
-    """Of bench.quant and bench.quant_model; searches compare tiles."""
+    """Of layers, and of a decoder layer; searches compare tiles."""
     for row in found["rows"] if "norms" in found else []:
         yield Contest(SIZES.format(**row), {f"NF4 layer, {row['mode']}": row["ms"]}, [(rival, "fdora") for rival in QLORA])
     pairs = [("dense", "codes"), ("decode", "dequantize"), ("decode", "dequantize_norm")]

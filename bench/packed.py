@@ -1,9 +1,10 @@
-"""A dense W in 4 bits as checkpoints of HQQ, GPTQ and AWQ have it, rounded to nearest between the ends of each group."""
+"""A dense W in 4 bits as checkpoints of HQQ, GPTQ and AWQ have it, rounded to nearest between the ends of each group; and all
+linears of a model as bitsandbytes packs them."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fdora.quant import QuantWeight, from_awq, from_gptq, from_hqq
 
@@ -48,3 +49,18 @@ def awq(W: Tensor) -> QuantWeight:
 
 
 FORMATS = {"hqq": hqq, "gptq": gptq, "awq": awq}
+
+
+def nf4_linears(model: nn.Module) -> None:
+    """Every linear becomes a Linear4bit in NF4 with nested scales."""
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear:
+            continue
+        device, W = layer.weight.device, layer.weight.detach().cpu()
+        made = bnb.nn.Linear4bit(W.shape[1], W.shape[0], False, W.dtype, True, "nf4", device="meta")
+        made.weight = bnb.nn.Params4bit(W, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+        made.quant_state = made.weight.quant_state
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made)

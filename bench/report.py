@@ -26,7 +26,6 @@ from bench import (
     model,
     profile,
     quant,
-    quant_model,
     schedule,
     serve,
     steps,
@@ -606,7 +605,8 @@ STAGES = (
 )
 QUANTISED = (
     "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of `python -m bench.quant`, and of "
-    "`python -m bench.quant_model` for a decoder layer through PEFT. A mean is geometric; below 1 the first is faster."
+    "bench.quant_model (until 4b97a39f; today `python -m bench.steps --cells 70b-nf4:4096:64`) for a decoder layer through "
+    "PEFT. A mean is geometric; below 1 the first is faster."
 )
 VISION = (
     "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted (`python -m bench.vit`, "
@@ -656,13 +656,22 @@ def issue(found: dict) -> list[str]:
     return [ISSUE, columns([row | {key: row[key].get(row["way"], {}) for key in ("ms", "excess")} for row in rows], ISSUED)]
 
 
+NF4_COLUMNS = {"mode": "{mode}", "way": "{way}", "wall ms": "{ms}", "GPU ms": "{gpu_ms}", "peak MB": "{peak_mb}"}
+
+
+def quantised_layers(found: dict) -> str:
+    parts = list(next(iter(found["whole"].values())))
+    sums = table(["a whole model, GB", *parts], [[way, *each.values()] for way, each in found["whole"].items()])
+    return f"{columns(found['rows'], NF4_COLUMNS)}\n\n{sums}"
+
+
 def quantised() -> list[str]:
     parts = [QUANTISED]
     for name in names("quant"):
         if "norms" in (found := result(name)):
             parts += runs([name], lambda found: [quant.markdown(found)])
         elif "whole" in found:
-            parts += runs([name], lambda found: [quant_model.markdown(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
+            parts += runs([name], lambda found: [quantised_layers(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
     return parts
 
 
