@@ -12,7 +12,8 @@ Which row a way stands in: what has no norm, or computes it in every call and kn
 ``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
 in the rows of a given norm alone. Axolotl's goes stale when A or B are written: ``axolotl_dora_inside``, which computes it in
 every call, stands for a step of training in the rows of a norm inside. ``peft_dora_cached`` is for inference and has no
-``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain.
+``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain. ``fdora_full`` is
+``detach=False``: gradients go through the norm, given or computed inside.
 
 ``factored`` is our writing of the paper's data flow, ``dorafactors`` its own code. That and the code of Axolotl, Unsloth and
 LoRAFusion come from ``--rival-path`` (which files: bench/rivals.py, bench/checkouts.py) or, but for the paper's, from an
@@ -33,6 +34,7 @@ from bench.suite import Some, Suite
 from bench.ways import (
     ADAPTERS,
     DORA,
+    FULL,
     KEEP_NORM,
     LORA,
     WAYS,
@@ -99,7 +101,9 @@ def select(by_way: dict, norm: str) -> dict:
 def pairs() -> list[tuple[str, str]]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
     found = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
-    found += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
+    found += [(rival, "fdora") for rival in (*DORA, "fdora_full", "fdora_compiled")] + [
+        ("fdora_compiled", "peft_lora_compiled")
+    ]
     found += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
     return found
 
@@ -145,7 +149,7 @@ OPTIONS = {
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
-    "--ways": Some(WAYS),
+    "--ways": Some((*WAYS, *FULL), WAYS),
     **RIVAL_PATH,
     "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
 }

@@ -759,9 +759,10 @@ def advice() -> list[str]:
 
 
 def told(found: dict) -> list[str]:
-    """Of a run of bench.full or bench.converge."""
-    rows, module = found["rows"], TABLE[found["run"].split("/")[1]].command.split()[0]
-    command = f"python -m {module} {found['about']['arguments']}".strip()
+    """Of a run of bench.converge, and of bench.full, until 4b97a39f."""
+    rows, (_, name) = found["rows"], found["run"].split("/")
+    module = f"python -m {TABLE[name].command.split()[0]}" if name in TABLE else f"bench.{name}"
+    command = f"{module} {found['about']['arguments']}".strip()
     body = table(list(rows[0]), [row.values() for row in rows]) if "ratio" in rows[0] else converge.markdown(rows)
     return [f"`{command}`, commit {commit_of(found)}", body]
 

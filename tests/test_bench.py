@@ -22,7 +22,9 @@ ROOT = Path(__file__).parent.parent
 LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
 STACK = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 SMALL = {
-    "layer": LAYER + "--ways frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside",
+    "layer": LAYER
+    + "--ways "
+    + "frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside,fdora_full,fdora_full_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
     "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
@@ -30,7 +32,6 @@ SMALL = {
     "quant": "--shapes 128x64 --M 4 --r 4 --runs 1 --ways " + ",".join((*quant.WAYS, *quant.CODED[1:5])),
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
-    "full": "--tiny --runs 1",
     "embedding": "--runs 1 --tokens 8,16",
     "compose": "--runs 1",
     "norm_model": "--models tiny --layers 1 --r 4",
@@ -188,18 +189,19 @@ def test_a_wrong_way_fails_its_command(name, tmp_path, monkeypatch):
         run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
 
 
-@pytest.mark.parametrize("kind", ["dora", "lora", "frozen"])
+@pytest.mark.parametrize("kind", ["dora", "full", "lora", "frozen"])
 def test_truth(kind):
     """Against the formula with the whole adapted weight; a result that is wrong by a hundredth is seen, and one that lacks."""
     M, K, N, r = 40, 48, 33, 5
     x, W, A, B, dy = (torch.randn(*shape).double() for shape in ((M, K), (N, K), (r, K), (N, r), (M, N)))
     m = torch.rand(N).double() + 0.5
     leaves = {name: t.requires_grad_() for name, t in zip("xABm", (x, A, B, m), strict=True)}
-    leaves = {name: leaves[name] for name in {"dora": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
+    leaves = {name: leaves[name] for name in {"dora": "xABm", "full": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
 
     def call():
         adapted = W if kind == "frozen" else W + ways.S * B @ A
-        return x @ adapted.T * (m / adapted.detach().norm(dim=1) if kind == "dora" else 1)
+        norm = (adapted if kind == "full" else adapted.detach()).norm(dim=1)
+        return x @ adapted.T * (m / norm if kind in ("dora", "full") else 1)
 
     way = ways.differentiated(call, leaves, dy, kind)
     truth = ways.truths(ways.Inputs(x, W, A, B, m, None, dy), W)
