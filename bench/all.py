@@ -49,7 +49,7 @@ def entries() -> dict[str, Entry]:
 
 TABLE = entries()
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
-FILES = {"norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
+FILES = {"norm_forms": "norm", "pytest": "suite", "run": "demo"}
 FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}
 WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
 # Commands that take --seconds.

@@ -100,7 +100,7 @@ def of_host(found: dict) -> Iterator[Contest]:
 
 
 def of_norms(found: dict) -> Iterator[Contest]:
-    forms = [row for row in found["rows"] if "form" in row]  # bench.norm_model compares with nobody
+    forms = [row for row in found["rows"] if "form" in row and row.get("kind", "weight") == "weight"]
     for case, rows in pivot(forms, "{N} x {K}, {r}, {dtype}".format_map, by="form").items():
         fields = {"norm": "ms", "norm, peak memory": "peak_mb"}
         values = {what: {form: row[field] for form, row in rows.items()} for what, field in fields.items()}

@@ -322,7 +322,7 @@ def norm_table(run: str, forms: Iterable[str], cases: Iterable[tuple], head: lis
     return table(["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", *head], lines)
 
 
-NORM_EXPERTS = {name: f"{{{name}}}" for name in ("form", "N", "K", "r", "dtype", "ms", "roof_ms", "peak_mb", "error")}
+NORM_COLUMNS = {name: f"{{{name}}}" for name in ("form", "N", "K", "r", "dtype", "ms", "roof_ms", "peak_mb", "error")}
 TRAINED = {name: f"{{{name}}}" for name in ("way", "ms", "ms_ratio", "peak_mb", "tokens_per_s", "first_s")}
 
 
@@ -332,8 +332,9 @@ def norms() -> list[str]:
     on_cpu = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
     gpu = norm_table("h100/norm_forms", ("dense", "triton"), on_gpu, ["roof, ms"], 3)
     cpu = norm_table("cpu/norm_forms", ("dense", "tiles", "factored"), on_cpu, ["`dora_norm(base_sqnorm=)`"], 1)
-    of_experts = runs("norm_experts", lambda found: [columns(found["rows"], NORM_EXPERTS)])
-    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu, *of_experts]
+    others = [name for kind in ("norm_experts", "norm_many") for name in names(kind)]
+    tables = runs(others, lambda found: [columns(found["rows"], NORM_COLUMNS)])
+    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu, *tables]
 
 
 COMPOSED = (

@@ -34,7 +34,7 @@ SMALL = {
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
     "embedding": "--runs 1 --tokens 8,16",
     "compose": "--runs 1",
-    "norm_model": "--models tiny --layers 1 --r 4",
+    "norm_forms": "--shapes 48x128x8 --runs 1 --kinds weight,codes,bank,experts",
     "host": "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 --ways frozen,peft_dora,fdora",
     "shapes": "--shape 24,48,32,4 --runs 1 --ways bare,peft_lora,fdora,fdora_inside",
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
