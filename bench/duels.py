@@ -68,6 +68,7 @@ def of_layers(found: dict) -> Iterator[Contest]:
     pairs = [(rival, opponent(rival)) for rival in RIVALS]
     for row in found["rows"]:
         case, norm = SIZES.format(**row), f"norm {row['norm']}"
+        case += "" if row.get("base", "bf16") == "bf16" else f", {row['base']}"
         yield Contest(case, {f"{row['mode']}, {norm}": row["ms"]}, pairs)
         if row["mode"] == "fwd_bwd":
             peaks = {way: peak for way, peak in row["peak_mb"].items() if peak >= gradients_mb(row)}

@@ -15,6 +15,10 @@ every call, stands for a step of training in the rows of a norm inside. ``peft_d
 ``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain. ``fdora_full`` is
 ``detach=False``: gradients go through the norm, given or computed inside.
 
+``--base``: W in 4 bits. NF4 is with nested scales as bitsandbytes packs it: ``linear4bit`` is its frozen layer, PEFT, Axolotl
+and Unsloth adapt that, and fdora takes its codes; ``frozen`` is x W^T of the decoded W, and so is float64's truth. Codes of HQQ
+in groups of 64, of GPTQ and AWQ of 128 are for fdora alone.
+
 ``factored`` is our writing of the paper's data flow, ``dorafactors`` its own code. That and the code of Axolotl, Unsloth and
 LoRAFusion come from ``--rival-path`` (which files: bench/rivals.py, bench/checkouts.py) or, but for the paper's, from an
 installed package. float32 adapters are cast to bf16 in every call there, which all but LoRAFusion do themselves.
@@ -30,6 +34,7 @@ import torch
 
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
+from bench.packed import BASES, Packed
 from bench.suite import Some, Suite
 from bench.ways import (
     ADAPTERS,
@@ -63,15 +68,17 @@ TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most thr
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
-def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
+def case(M: int, K: int, N: int, r: int, adapter: str, base: str, options) -> list[dict]:
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
-    i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    i, how = Inputs.random(M, K, N, r, ADAPTERS[adapter], device), (options.rival_path, options.peft_autocast)
+    packed = None if base == "bf16" else Packed(base, i)
+    truth = against(truths(i, i.W) if packed is None else truths(packed.i, packed.codes.dequantize(torch.float32)))
     ways, error, failed, peak, _ = checked(
         options.ways,
-        lambda name: build(name, i, options.rival_path, options.peft_autocast),
-        against(truths(i, i.W)),
+        lambda name: build(name, i, *how) if packed is None else packed.way(name, *how),
+        truth,
         TOLERANCE,
         device,
         peaks=options.ways,
@@ -81,7 +88,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     for direction, fns in by_mode(ways):
         ms = medians_of(fns, device, options.runs, failed)
         for norm in ("given", "inside"):
-            row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
+            row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "base": base, "mode": direction, "norm": norm}
             row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
             row |= {"ratio": ratios(row["ms"], pairs()), "failed": select(failed, norm)}
             rows.append(row)
@@ -100,7 +107,7 @@ def select(by_way: dict, norm: str) -> dict:
 
 def pairs() -> list[tuple[str, str]]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
-    found = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
+    found = [("fdora", floor) for floor in ("frozen", "bare", "linear4bit", *LORA)]
     found += [(rival, "fdora") for rival in (*DORA, "fdora_full", "fdora_compiled")] + [
         ("fdora_compiled", "peft_lora_compiled")
     ]
@@ -140,7 +147,7 @@ def cases(options) -> list[tuple]:
         names = MODELS if options.shapes == ["all"] else options.shapes
         shapes = dict.fromkeys(shape for name in names for shape in MODELS.get(name, (name,)))
         picked = product(shapes, options.M, options.r)
-    return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter]
+    return [(M, *map(int, shape.split("x")), r, a, b) for shape, M, r in picked for a in options.adapter for b in options.base]
 
 
 OPTIONS = {
@@ -149,7 +156,8 @@ OPTIONS = {
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
-    "--ways": Some((*WAYS, *FULL), WAYS),
+    "--base": (Some(BASES, ["bf16"]), "of W"),
+    "--ways": Some((*WAYS, *FULL, "linear4bit"), WAYS),
     **RIVAL_PATH,
     "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
 }

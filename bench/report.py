@@ -25,7 +25,6 @@ from bench import (
     jobs,
     model,
     profile,
-    quant,
     schedule,
     serve,
     steps,
@@ -605,7 +604,8 @@ STAGES = (
     "{measured:.1%} of {measured_seconds:.3f} s measured."
 )
 QUANTISED = (
-    "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of `python -m bench.quant`, and of "
+    "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of bench.quant (until 4b97a39f; today "
+    "`python -m bench.layer --base nf4`), and of "
     "bench.quant_model (until 4b97a39f; today `python -m bench.steps --cells 70b-nf4:4096:64`) for a decoder layer through "
     "PEFT. A mean is geometric; below 1 the first is faster."
 )
@@ -657,6 +657,27 @@ def issue(found: dict) -> list[str]:
     return [ISSUE, columns([row | {key: row[key].get(row["way"], {}) for key in ("ms", "excess")} for row in rows], ISSUED)]
 
 
+def coded_layers(found: dict) -> str:
+    """Of bench.quant, until 4b97a39f: of layers a mean and the worst case by tokens, and times; of norms every case."""
+    spread, few = found["summary"]["mean_and_worst"], [row for row in found["rows"] if row["M"] in (1, 16, 4096)]
+    pairs, ways = (
+        dict.fromkeys(pair for of in spread.values() for pair in of),
+        dict.fromkeys(w for row in few for w in row["ms"]),
+    )
+    means = {"mean / worst": "{what}"} | {pair: f"{{{pair}[0]:.2f}} / {{{pair}[1]:.2f}}" for pair in pairs}
+    times = {"M, K x N, r = 64, ms": "{M}, {K} x {N}, {r}, {mode}"} | {way: f"{{ms[{way}]:.3f}}" for way in ways}
+    norms = {"N x K, r": "{N} x {K}, {r}"}
+    norms |= {f"{way}, us": f"{{us[{way}]:.1f}}" for way in dict.fromkeys(way for row in found["norms"] for way in row["ms"])}
+    norms |= {"roof, us": "{roof:.1f}", "error": "{error:.0e}"}
+    coded = [row | {"us": {way: 1e3 * ms for way, ms in row["ms"].items()}} for row in found["norms"]]
+    parts = [
+        (means, [{"what": what} | values for what, values in spread.items()]),
+        (times, [row for row in few if row["r"] == 64]),
+        (norms, [row | {"roof": 1e3 * max(row["roof_ms"].values())} for row in coded]),
+    ]
+    return "\n\n".join(columns(rows, said) for said, rows in parts if rows)
+
+
 NF4_COLUMNS = {"mode": "{mode}", "way": "{way}", "wall ms": "{ms}", "GPU ms": "{gpu_ms}", "peak MB": "{peak_mb}"}
 
 
@@ -670,7 +691,7 @@ def quantised() -> list[str]:
     parts = [QUANTISED]
     for name in names("quant"):
         if "norms" in (found := result(name)):
-            parts += runs([name], lambda found: [quant.markdown(found)])
+            parts += runs([name], lambda found: [coded_layers(found)])
         elif "whole" in found:
             parts += runs([name], lambda found: [quantised_layers(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
     return parts

@@ -13,23 +13,23 @@ import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import __main__ as entry
-from bench import quant, records, ways
+from bench import records, ways
 from bench import suite as suites
 from bench.clock import Failures
 from fdora.functional import dora_linear
 
 ROOT = Path(__file__).parent.parent
-LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
+LAYER = "--shapes 128x64 --M 8 --r 4 --runs 1 "
 STACK = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 SMALL = {
     "layer": LAYER
     + "--ways "
     + "frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside,fdora_full,fdora_full_inside",
+    "layer codes": LAYER + "--base nf4,hqq,gptq,awq --ways frozen,linear4bit,peft_lora,peft_dora,fdora,fdora_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
     "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
-    "quant": "--shapes 128x64 --M 4 --r 4 --runs 1 --ways " + ",".join((*quant.WAYS, *quant.CODED[1:5])),
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
     "embedding": "--runs 1 --tokens 8,16",
@@ -61,7 +61,7 @@ def test_a_command_writes_records(name, tmp_path):
     """Every way of each case has a value, nothing fails but what is not installed, and the lines are read as they were written."""
     if name == "diffusion":
         pytest.importorskip("diffusers", reason="its models; `make test` installs it")
-    result = run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
+    result = run(importlib.import_module(f"bench.{name.split()[0]}"), tmp_path, SMALL[name])
     lines = records.read(tmp_path / "result.json")["result"]
     assert lines[0]["run"] == "result" and all({"values"} <= line.keys() for line in lines[1:])
     rows = [row for part, shape in lines[0]["parts"].items() if shape != "tree" for row in result[part]]
@@ -72,7 +72,7 @@ def test_a_command_writes_records(name, tmp_path):
 
 
 def test_every_suite_is_a_command():
-    assert set(SMALL) | {"all", "report", "tune", "fit", "schedule"} <= set(entry.commands())
+    assert {name.split()[0] for name in SMALL} | {"all", "report", "tune", "fit", "schedule"} <= set(entry.commands())
     with pytest.raises(SystemExit, match="python -m bench NAME"):
         entry.main(["layers"])
 
@@ -167,7 +167,6 @@ WRONG = {
     "multi": "bench.multi.dora_linear_multi",
     "serve": "bench.serve.dora_linear_multi",
     "experts": "bench.experts.dora_experts",
-    "quant": "bench.ways.dora_linear",
     "embedding": "bench.embedding.dora_embedding",
     "compose": "bench.compose.dora_compose",
     "shapes": "bench.ways.dora_linear",
