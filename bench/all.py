@@ -53,7 +53,7 @@ FILES = {"norm_forms": "norm", "pytest": "suite", "run": "demo"}
 FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}
 WITH_RIVALS = ("layer", "group", "multi", "serve")
 # Commands that take --seconds.
-TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "vit", "diffusion")
+TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "peaks", "vit", "diffusion")
 
 
 def command_of(name: str) -> tuple[str, list[str]]:

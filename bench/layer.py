@@ -1,6 +1,7 @@
 """One adapted linear against its rivals: frozen, bare products, LoRA and DoRA of PEFT and others, the paper's form.
 
     python -m bench.layer --device cuda --quick --json FILE
+    python -m bench.layer --device cuda --draw 64 --cold --jobs 8 --ways bare,peft_lora,fdora,fdora_inside --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
 
 bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under no_grad,
@@ -27,6 +28,7 @@ installed package. float32 adapters are cast to bf16 in every call there, which 
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from statistics import geometric_mean
 
@@ -35,6 +37,7 @@ import torch
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
 from bench.packed import BASES, Packed
+from bench.shapes import copies_of, draw
 from bench.suite import Some, Suite
 from bench.ways import (
     ADAPTERS,
@@ -48,9 +51,11 @@ from bench.ways import (
     build,
     by_mode,
     checked,
+    in_turns,
     opponent,
     ratios,
     truths,
+    warm,
 )
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -72,13 +77,17 @@ def case(M: int, K: int, N: int, r: int, adapter: str, base: str, options) -> li
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
-    i, how = Inputs.random(M, K, N, r, ADAPTERS[adapter], device), (options.rival_path, options.peft_autocast)
-    packed = None if base == "bf16" else Packed(base, i)
-    truth = against(truths(i, i.W) if packed is None else truths(packed.i, packed.codes.dequantize(torch.float32)))
+    i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    W, sets = i.W, copies_of(i) if options.cold else [i]
+    makers = [partial(build, i=each) for each in sets]
+    if base != "bf16":
+        packed = [Packed(base, each) for each in sets]
+        i, W, makers = packed[0].i, packed[0].codes.dequantize(torch.float32), [each.way for each in packed]
+    how = {"rival_path": options.rival_path, "autocast": options.peft_autocast}
     ways, error, failed, peak, _ = checked(
         options.ways,
-        lambda name: build(name, i, *how) if packed is None else packed.way(name, *how),
-        truth,
+        lambda name: in_turns([make(name, **how) for make in makers]),
+        against(truths(i, W)),
         TOLERANCE,
         device,
         peaks=options.ways,
@@ -116,7 +125,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def summarize(rows: list[dict]) -> dict:
-    means = {}
+    means, worst = {}, {}
     for mode, norm in MODES:
         values = {}
         for row in rows:
@@ -124,8 +133,9 @@ def summarize(rows: list[dict]) -> dict:
                 for pair, ratio in row["ratio"].items():
                     values.setdefault(pair, []).append(ratio)
         means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
+        worst[f"{mode}, norm {norm}"] = {pair: max(each) for pair, each in values.items()}
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    summary = {"geometric_means": means, "failed": failed, "wrong": wrong(rows)}
+    summary = {"geometric_means": means, "worst": worst, "failed": failed, "wrong": wrong(rows)}
     return summary | {"cases": len(rows) // len(MODES)}
 
 
@@ -143,6 +153,8 @@ def wrong(rows: list[dict]) -> list[str]:
 def cases(options) -> list[tuple]:
     if options.quick:
         picked = QUICK
+    elif options.draw:
+        picked = [(f"{K}x{N}", M, r) for M, K, N, r in draw(options.seed, options.draw)]
     else:
         names = MODELS if options.shapes == ["all"] else options.shapes
         shapes = dict.fromkeys(shape for name in names for shape in MODELS.get(name, (name,)))
@@ -156,6 +168,9 @@ OPTIONS = {
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
+    "--draw": (0, "so many shapes at random instead, of any M and r: no table and no fit has seen them"),
+    "--seed": (16, "of these"),
+    "--cold": (False, "each way on several weights in turn, which no cache holds"),
     "--base": (Some(BASES, ["bf16"]), "of W"),
     "--ways": Some((*WAYS, *FULL, "linear4bit"), WAYS),
     **RIVAL_PATH,
@@ -176,4 +191,13 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf)
+def compile_case(M: int, K: int, N: int, r: int, adapter: str, name: str) -> None:
+    warm(build(name, Inputs.random(M, K, N, r, ADAPTERS[adapter], "cuda")))
+
+
+def ahead(options):
+    mine = [name for name in options.ways if name.startswith("fdora")]
+    return compile_case, [(*each[:5], name) for each in cases(options) for name in mine]
+
+
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)

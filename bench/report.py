@@ -811,7 +811,8 @@ def the_host() -> list[str]:
 
 
 UNSEEN = (
-    "Shapes drawn at random (`python -m bench.shapes --device cuda`), the norm given: the first way's GPU time over the "
+    "Shapes drawn at random (bench.shapes, until 4b97a39f; today `python -m bench.layer --draw 64`), the norm given: the "
+    "first way's GPU time over the "
     'second\'s. "bare" is the matrix products alone, "micro_batches" computes its norm in one of 8.'
 )
 PASSES = (

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -196,6 +196,12 @@ def against(truth: Truths) -> Callable[[str, Way], dict[str, float]]:
     return lambda name, way: errors(way, truth)
 
 
+def in_turns(ways: Sequence[Way]) -> Way:
+    """Another of these, which are alike, at each call."""
+    forward, both = cycle(way.forward for way in ways), cycle(way.both for way in ways)
+    return replace(ways[0], forward=lambda: next(forward)(), both=ways[0].both and (lambda: next(both)()))
+
+
 def warm(way: Way) -> None:
     """Its kernels are compiled afterwards."""
     way.forward()
@@ -304,19 +310,6 @@ def fdora(i: Inputs, norm: Tensor | None = None, compiled: bool = False, **how: 
     return trained(lambda x: call(x, i.A, i.B, i.m), i, leaves, "dora" if how.get("detach", True) else "full")
 
 
-def with_dz(way: Way) -> Way:
-    """Its backward writes dz, however many tokens there are beside W's columns."""
-
-    def both():
-        from fdora.triton import scaled_weight
-        from fdora.triton.runtime import walk
-
-        with mock.patch.object(scaled_weight, "moves_less", lambda *_: False), mock.patch.object(walk, "_plans", {}):
-            return way.both()
-
-    return Way(way.forward, both)
-
-
 def lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
     """As PEFT has it, whatever else a DoRA would take."""
     return F.linear(x, W) + S * F.linear(F.linear(x, A.to(x.dtype)), B.to(x.dtype))
@@ -357,8 +350,6 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
         return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
     if name == "bare":
         return bare(i)
-    if name == "fdora_dz":
-        return with_dz(fdora(i, i.norm, False))
     if name.startswith("fdora"):
         return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"), detach="full" not in name)
     if name == "factored":

@@ -25,6 +25,7 @@ SMALL = {
     "layer": LAYER
     + "--ways "
     + "frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside,fdora_full,fdora_full_inside",
+    "layer cold": LAYER + "--cold --ways bare,fdora,fdora_inside",
     "layer codes": LAYER + "--base nf4,hqq,gptq,awq --ways frozen,linear4bit,peft_lora,peft_dora,fdora,fdora_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
     "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
@@ -36,7 +37,6 @@ SMALL = {
     "compose": "--runs 1",
     "norm_forms": "--shapes 48x128x8 --runs 1 --kinds weight,codes,bank,experts",
     "host": "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 --ways frozen,peft_dora,fdora",
-    "shapes": "--shape 24,48,32,4 --runs 1 --ways bare,peft_lora,fdora,fdora_inside",
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
     "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4,tiny-nf4:8:4 --runs 1 --cell-seconds 0",
     "lengths": "--layers 1 --loss-tokens 4 --model tiny --r 4 --count 22 --least 4 --most 9 --warmup",
@@ -169,7 +169,6 @@ WRONG = {
     "experts": "bench.experts.dora_experts",
     "embedding": "bench.embedding.dora_embedding",
     "compose": "bench.compose.dora_compose",
-    "shapes": "bench.ways.dora_linear",
 }
 
 
