@@ -33,8 +33,8 @@ SMALL = {
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
-    "embedding": "--runs 1 --tokens 8,16",
     "compose": "--runs 1",
+    "compose embedding": "--runs 1 --ops dora_embedding --shapes 16x64",
     "norm_forms": "--shapes 48x128x8 --runs 1 --kinds weight,codes,bank,experts",
     "host": "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 --ways frozen,peft_dora,fdora",
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
@@ -167,7 +167,7 @@ WRONG = {
     "multi": "bench.multi.dora_linear_multi",
     "serve": "bench.serve.dora_linear_multi",
     "experts": "bench.experts.dora_experts",
-    "embedding": "bench.embedding.dora_embedding",
+    "compose embedding": "bench.compose.dora_embedding",
     "compose": "bench.compose.dora_compose",
 }
 
@@ -184,7 +184,7 @@ def test_a_wrong_way_fails_its_command(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.import_module(module), function, doubled)
     with pytest.raises((SystemExit, AssertionError), match=r"wrong|failed"):
-        run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
+        run(importlib.import_module(f"bench.{name.split()[0]}"), tmp_path, SMALL[name])
 
 
 @pytest.mark.parametrize("kind", ["dora", "full", "lora", "frozen"])
