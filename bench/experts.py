@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -223,14 +224,9 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     return rows
 
 
-def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
-    found = []
-    for model in options.models:
-        for r in options.r:
-            for T in options.T:
-                for kind in ("mlp", "layer"):
-                    found.append((f"{kind} {model} T={T} r={r}", lambda a=(kind, model, T, r): run(*a, options)))
-    return found
+def cases(options) -> dict[str, tuple]:
+    every = product(options.models, options.r, options.T, ("mlp", "layer"))
+    return {f"{kind} {model} T={T} r={r}": (kind, model, T, r) for model, r, T, kind in every}
 
 
 OPTIONS = {
@@ -247,7 +243,7 @@ def measure(suite):
     suite.set(failed=suite.failed)
     found = dict(cases(suite.options))
     for name in suite.cases(found):
-        suite.add(*suite.failed.attempt([name], lambda name: found[name]()).get(name, []))
+        suite.add(*suite.failed.attempt([name], lambda name: run(*found[name], suite.options)).get(name, []))
     suite.end(*OURS, "layer", "mlp")
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from bench.kernels import by_name, profiled
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, BF16, S, Truths, Way, away, checked, differentiated, ratios
+from bench.ways import ADAPTERS, BF16, S, Truths, Way, away, checked, differentiated, in_turns, ratios
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
@@ -226,57 +226,15 @@ class Timed(NamedTuple):
     wall: dict[str, float]
 
 
-def timed(fns: dict[str, Callable[[], object]], failed: Failures, options, calls: int = 1) -> Timed:
-    """``calls``: how many each of them makes."""
+def timed(fns: dict[str, Callable[[], object]], failed: Failures, options) -> Timed:
     ms = medians_of(fns, options.device, options.runs, failed)
     walls = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
-    return Timed(*({n: round(v / calls, 5) for n, v in each.items()} for each in (ms, medians(walls, options.runs))))
-
-
-def row_of(kind: str, times: Timed, target: float, **facts) -> dict:
-    pairs = [(n, one) for one in ("one", "multi") for n in times.ms if (n, one) != ("one", "multi")]
-    return {"kind": kind, **facts, "target": target, **times._asdict(), "ratio": ratios(times.ms, pairs)}
+    return Timed(ms, {n: round(v, 5) for n, v in medians(walls, options.runs).items()})
 
 
 def of_bound(ms: dict[str, float], ranks: list[int], bytes_of_a_rank: int, bytes_per_ms: float) -> dict[str, float]:
     others = (sum(ranks) - sum(ranks) / len(ranks)) * bytes_of_a_rank / bytes_per_ms
     return {n: round(ms[n] / (ms["one"] + others), 3) for n in BANKS if "one" in ms and n in ms}
-
-
-def train(M: int, K: int, N: int, ranks: list[int], label: str, kind: str, options, bytes_per_ms: float) -> list[dict]:
-    """``decode`` has no backward, but weights out of memory."""
-    bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
-    ways, error, failed, *_ = checked(
-        options.ways,
-        lambda name: build(name, bank, options.rival_path),
-        partial(errors, bank, truths(bank)),
-        TOLERANCE,
-        options.device,
-        ("multi", "multi_ids", "loop"),
-    )
-    free(options.device)
-    rows = []
-    for mode in ("fwd", "fwd_cold") if kind == "decode" else ("fwd", "fwd_bwd"):
-        fns, calls = {n: way.both if mode == "fwd_bwd" else way.forward for n, way in ways.items()}, 1
-        if mode == "fwd_cold":
-            calls = max(2, min(8, CACHE // (2 * K * N)))
-            fns = in_turn(
-                [bank] + [Bank.random(M, K, N, ranks, bank.A.dtype, options.device) for _ in range(calls - 1)], ways, options
-            )
-        facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
-        times = timed(fns, failed, options, calls)
-        bound = of_bound(times.ms, ranks, (K + N) * bank.A.itemsize, bytes_per_ms)
-        row = row_of(kind, times, TARGETS[kind], **facts) | {"of_bound": bound, "error": error, "failed": dict(failed)}
-        if options.kernels and mode != "fwd_cold":
-            row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", *BANKS) if n in fns}
-        rows.append(row)
-    return rows
-
-
-def in_turn(banks: list[Bank], names: Iterable[str], options) -> dict[str, Callable[[], object]]:
-    """Of each way a function that calls it on every bank."""
-    made = {n: [build(n, bank, options.rival_path).forward for bank in banks] for n in names}
-    return {n: lambda calls=calls: [call() for call in calls] for n, calls in made.items()}
 
 
 class Case(NamedTuple):
@@ -294,8 +252,37 @@ class Case(NamedTuple):
         more = {"train": f" {self.label} {len(self.ranks)}", "serve": f" {self.M}"}.get(self.kind, "")
         return f"{self.kind} {self.K}x{self.N}{more}"
 
-    def run(self, options, bytes_per_ms: float) -> list[dict]:
-        return train(self.M, self.K, self.N, self.ranks, self.label, self.kind, options, bytes_per_ms)
+
+def rows_of(case: Case, options, bytes_per_ms: float) -> list[dict]:
+    """``decode`` has no backward, but weights out of memory."""
+    kind, M, K, N, ranks, label = case
+    bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
+    ways, error, failed, *_ = checked(
+        options.ways,
+        lambda name: build(name, bank, options.rival_path),
+        partial(errors, bank, truths(bank)),
+        TOLERANCE,
+        options.device,
+        ("multi", "multi_ids", "loop"),
+    )
+    free(options.device)
+    rows = []
+    for mode in ("fwd", "fwd_cold") if kind == "decode" else ("fwd", "fwd_bwd"):
+        fns = {n: way.both if mode == "fwd_bwd" else way.forward for n, way in ways.items()}
+        if mode == "fwd_cold":
+            more = max(2, min(8, CACHE // (2 * K * N))) - 1
+            banks = [bank, *(Bank.random(M, K, N, ranks, bank.A.dtype, options.device) for _ in range(more))]
+            fns = {n: in_turns([build(n, each, options.rival_path) for each in banks]).forward for n in ways}
+        facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
+        times = timed(fns, failed, options)
+        bound = of_bound(times.ms, ranks, (K + N) * bank.A.itemsize, bytes_per_ms)
+        pairs = [(n, one) for one in ("one", "multi") for n in times.ms if (n, one) != ("one", "multi")]
+        row = {"kind": kind, **facts, "target": TARGETS[kind], **times._asdict(), "ratio": ratios(times.ms, pairs)}
+        row |= {"of_bound": bound, "error": error, "failed": dict(failed)}
+        if options.kernels and mode != "fwd_cold":
+            row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", *BANKS) if n in fns}
+        rows.append(row)
+    return rows
 
 
 def cases(options) -> list[Case]:
@@ -348,7 +335,7 @@ def measure(run):
     for case in run.cases(cases(options)):
         run.add(
             *run.failed.attempt(
-                [case.name], lambda _, case=case: case.run(options, run.facts.get("bytes_per_ms", math.inf))
+                [case.name], lambda _, case=case: rows_of(case, options, run.facts.get("bytes_per_ms", math.inf))
             ).get(case.name, [])
         )
     run.end("one", "loop", "multi", "train", "serve", "decode")

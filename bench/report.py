@@ -35,6 +35,7 @@ from bench.all import TABLE
 from bench.duels import MODES12, how, losses, where
 from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
 from bench.records import names, result
+from bench.suite import shown
 from bench.table import columns, pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS
 
@@ -356,7 +357,8 @@ def composed(found: dict) -> list[str]:
 def compositions() -> list[str]:
     """And of the run with many shapes, where there is one."""
     usual = COMPOSED.format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
-    return [usual, *runs("compose_20", composed, ": the other's time over the kernel's")]
+    of_embedding = runs("compose_embedding", lambda found: [shown(found["rows"])])
+    return [usual, *runs("compose_20", composed, ": the other's time over the kernel's"), *of_embedding]
 
 
 # The columns of one layer: way, and whether its norm is given
