@@ -197,7 +197,9 @@ def against(truth: Truths) -> Callable[[str, Way], dict[str, float]]:
 
 
 def in_turns(ways: Sequence[Way]) -> Way:
-    """Another of these, which are alike, at each call."""
+    """Another of these, which are alike, at each call; each has run once, since a graph can capture no first call."""
+    for way in ways[1:]:
+        warm(way)
     forward, both = cycle(way.forward for way in ways), cycle(way.both for way in ways)
     return replace(ways[0], forward=lambda: next(forward)(), both=ways[0].both and (lambda: next(both)()))
 
