@@ -49,11 +49,11 @@ def entries() -> dict[str, Entry]:
 
 TABLE = entries()
 # Commands whose runs are in the file of another; a file has the name of its command otherwise.
-FILES = {"launches": "host", "issue_time": "host", "norm_forms": "norm", "norm_model": "norm", "pytest": "suite", "run": "demo"}
-FILES |= {"jobs_bubble": "jobs", "lengths": "steps", "serve": "multi", "trainer": "model"}
-WITH_RIVALS = ("layer", "group", "multi", "serve", "quant")
+FILES = {"norm_forms": "norm", "pytest": "suite", "run": "demo"}
+FILES |= {"lengths": "steps", "serve": "multi", "trainer": "model"}
+WITH_RIVALS = ("layer", "group", "multi", "serve")
 # Commands that take --seconds.
-TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "shapes", "peaks", "layers12", "vit", "diffusion")
+TIMED = (*WITH_RIVALS, "experts", "pytest", "steps", "model", "converge", "peaks", "vit", "diffusion")
 
 
 def command_of(name: str) -> tuple[str, list[str]]:
@@ -156,9 +156,7 @@ def parse(argv=None):
     parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
     parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
-    parser.add_argument(
-        "--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi, serve and quant"
-    )
+    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi and serve")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - set(TABLE):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from bench import group
 from bench.converge import TARGET
-from bench.full import GOAL
 from bench.records import names, result
 from bench.table import pivot, table
 from bench.ways import NAMES, RIVALS, opponent
@@ -18,6 +17,7 @@ UNITS = {"ms": "", "peak_mb": ", peak memory"}
 MEASURED = ("ms", "peak_mb", "tokens_per_s", "gpu_ms", "gpu_by", "turns", "first_ms")
 PEFT = ("peft_lora", "peft_dora")
 QLORA = ("linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora")
+GOAL = 1.10  # of gradients through the norm, over a step without
 SIZES = "{M}, {K} x {N}, {r}"
 
 
@@ -68,6 +68,7 @@ def of_layers(found: dict) -> Iterator[Contest]:
     pairs = [(rival, opponent(rival)) for rival in RIVALS]
     for row in found["rows"]:
         case, norm = SIZES.format(**row), f"norm {row['norm']}"
+        case += "" if row.get("base", "bf16") == "bf16" else f", {row['base']}"
         yield Contest(case, {f"{row['mode']}, {norm}": row["ms"]}, pairs)
         if row["mode"] == "fwd_bwd":
             peaks = {way: peak for way, peak in row["peak_mb"].items() if peak >= gradients_mb(row)}
@@ -100,7 +101,7 @@ def of_host(found: dict) -> Iterator[Contest]:
 
 
 def of_norms(found: dict) -> Iterator[Contest]:
-    forms = [row for row in found["rows"] if "form" in row]  # bench.norm_model compares with nobody
+    forms = [row for row in found["rows"] if "form" in row and row.get("kind", "weight") == "weight"]
     for case, rows in pivot(forms, "{N} x {K}, {r}, {dtype}".format_map, by="form").items():
         fields = {"norm": "ms", "norm, peak memory": "peak_mb"}
         values = {what: {form: row[field] for form, row in rows.items()} for what, field in fields.items()}
@@ -144,7 +145,7 @@ def of_demo(found: dict) -> Iterator[Contest]:
 
 
 def of_quantised(found: dict) -> Iterator[Contest]:
-    """Of bench.quant and bench.quant_model; searches compare tiles."""
+    """Of layers, and of a decoder layer; searches compare tiles."""
     for row in found["rows"] if "norms" in found else []:
         yield Contest(SIZES.format(**row), {f"NF4 layer, {row['mode']}": row["ms"]}, [(rival, "fdora") for rival in QLORA])
     pairs = [("dense", "codes"), ("decode", "dequantize"), ("decode", "dequantize_norm")]

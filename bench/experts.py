@@ -21,7 +21,6 @@ forward keeps for its backward beside parameters and x.
 
 An MLP of a rival takes the rows of each token by an index that is there, and adds them up by index_add; fdora sorts in its
 call.
-``norm``: all norms of a stack in one launch, one expert's after the other, and by dora_norm_tree.
 
 Before it is timed every fdora way is compared with float64: y and the gradients of x and the gates, in a layer of all
 parameters. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
@@ -32,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -39,13 +39,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import ways
-from bench.clock import Failures
-from bench.multi import Timed, timed
+from bench.multi import timed
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
-from bench.truth import exact, gradients, rel_l2
+from bench.truth import exact, gradients
 from bench.ways import ADAPTERS, BF16, S, Way, away, by_mode, checked, differentiated, ratios
-from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear, dora_norm, dora_norm_tree
+from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
 
 MODELS = {  # experts, experts of a token, hidden size, F
     "mixtral": (8, 2, 4096, 14336),
@@ -220,38 +219,14 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     for mode, fns in by_mode(found):
         times = timed(fns, failed, options)
         facts = {"kind": kind, "model": model, "T": T, "r": r, "adapter": options.adapter, "mode": mode}
-        rows.append(row_of(facts, times) | {"error": error, "kept": kept, "failed": dict(failed)})
+        row = {**facts, **times._asdict(), "ratio": ratios(times.ms, (("fdora", n) for n in times.ms))}
+        rows.append(row | {"error": error, "kept": kept, "failed": dict(failed)})
     return rows
 
 
-def row_of(facts: dict, times: Timed) -> dict:
-    return {**facts, **times._asdict(), "ratio": ratios(times.ms, (("fdora", n) for n in times.ms))}
-
-
-def norms(model: str, r: int, options) -> list[dict]:
-    i = Case.random(model, 8, r, ADAPTERS[options.adapter], options.device).up
-    stacks = [list(t.unbind()) for t in (i.W, i.A, i.B, i.m)]
-    params = list(zip(*stacks[1:], strict=True))
-    fns = {
-        "loop": lambda: torch.stack([dora_norm(w, a, b, s=S) for w, a, b, _ in zip(*stacks, strict=True)]),
-        "tree": lambda: dora_norm_tree(stacks[0], params, s=S),
-        "fdora": lambda: dora_norm(i.W, i.A, i.B, s=S),
-    }
-    failed, error = Failures(), {"fdora": {"c": float(f"{rel_l2(dora_norm(i.W, i.A, i.B, s=S), i.norm.double()):.2e}")}}
-    assert error["fdora"]["c"] < 1e-5, f"fdora is wrong: {error['fdora']}"
-    facts = {"kind": "norm", "model": model, "T": 0, "r": r, "adapter": options.adapter, "mode": "norm"}
-    return [row_of(facts, timed(fns, failed, options)) | {"error": error, "kept": {}, "failed": dict(failed)}]
-
-
-def cases(options) -> list[tuple[str, Callable[[], list[dict]]]]:
-    found = []
-    for model in options.models:
-        for r in options.r:
-            for T in options.T:
-                for kind in ("mlp", "layer"):
-                    found.append((f"{kind} {model} T={T} r={r}", lambda a=(kind, model, T, r): run(*a, options)))
-        found.append((f"norm {model}", lambda a=(model, options.r[0]): norms(*a, options)))
-    return found
+def cases(options) -> dict[str, tuple]:
+    every = product(options.models, options.r, options.T, ("mlp", "layer"))
+    return {f"{kind} {model} T={T} r={r}": (kind, model, T, r) for model, r, T, kind in every}
 
 
 OPTIONS = {
@@ -268,8 +243,8 @@ def measure(suite):
     suite.set(failed=suite.failed)
     found = dict(cases(suite.options))
     for name in suite.cases(found):
-        suite.add(*suite.failed.attempt([name], lambda name: found[name]()).get(name, []))
-    suite.end(*OURS, "layer", "mlp", "norm")
+        suite.add(*suite.failed.attempt([name], lambda name: run(*found[name], suite.options)).get(name, []))
+    suite.end(*OURS, "layer", "mlp")
 
 
 main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, quick={"T": [4096], "r": [16], "runs": 3})

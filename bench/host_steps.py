@@ -1,22 +1,17 @@
-"""Host time of a model without a GPU: a driver and a cuBLAS that do nothing, so that what is left is what the CPU does.
+"""Calls of Python in a model without a GPU: a driver and a cuBLAS that do nothing, so that what is left is what the CPU does.
 
-    python -m bench.host_steps
-    python -m bench.host_steps --ways use_fdora --profile 40
-    python -m bench.host_steps --alone
+    python -m bench.host_steps --ways peft_lora,use_fdora
 
-The models of bench.issue_time, tiny, on the CPU: torch's own operators compute, which costs little at this size; fdora's plans
-run through walk.c for an H200 and launch nothing, so no value means anything. us for each adapted linear and beyond the frozen
-model's, also as a share of LoRA's; calls of Python and of C functions for each adapted linear, and how many of fdora's files
-they are in, counted in one forward. ``--alone``: us of q, k and v, of o and of the MLP of one layer, each in a loop, the least
-of many, in time of this process: what others do on the machine moves it least.
+The models of bench.steps, tiny, on the CPU: torch's own operators compute; fdora's plans run through walk.c for an H200 and launch
+nothing, so no value means anything. For each adapted linear of a step: calls of Python and of C functions, and how many more
+where its length is new; and the files of fdora that they are in.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
+import threading
 
 os.environ["TRITON_INTERPRET"], os.environ["FDORA_BACKEND"] = "1", "triton"  # before fdora: kernels without CUDA
 
@@ -24,7 +19,6 @@ import torch  # noqa: E402
 from triton.runtime.build import compile_module_from_src  # noqa: E402
 
 from bench.decoder import LINEARS  # noqa: E402
-from bench.issue_time import PARTS, excess, issue, profiled  # noqa: E402
 from bench.steps import WAYS, Cell, Way, build, inputs  # noqa: E402
 from bench.suite import Run, Suite, stack  # noqa: E402
 from fdora import _dispatch, _facts, _plain  # noqa: E402
@@ -88,78 +82,43 @@ def compiled(step: Launch) -> Compiled:
     return Compiled(1, 32 * step.num_warps, 0, tuple(types), maps, 0, None)
 
 
-def alone(way: Way) -> dict[str, float]:
-    """us of CPU time of the parts of the first layer, inside of a forward of the model."""
-    layer, found = way.model.layers[0], {}
-    q, k, v, o = (getattr(layer.self_attn, f"{name}_proj") for name in "qkvo")
-    x = way.x.detach().requires_grad_()
-    parts = {"q, k, v": lambda: (q(x), k(x), v(x)), "o": lambda: o(x), "MLP": lambda: layer.mlp(x)}
-
-    def measure(*_) -> None:
-        for name, part in parts.items():
-            taken = []
-            for _ in range(40):
-                start = time.process_time()
-                for _ in range(200):
-                    part()
-                taken.append((time.process_time() - start) / 200)
-            found[name] = 1e6 * min(taken)
-
-    hook = layer.register_forward_pre_hook(measure)
-    way.optimize()
-    way.loss()
-    hook.remove()
-    return found
-
-
 def calls(way: Way) -> tuple[int, int, int]:
-    """Of Python functions and of C functions in one forward, and the files of fdora among them."""
-    counts = {"call": 0, "c_call": 0}
-    files = set()
+    """Of Python functions and of C functions in one step, and the files of fdora among them."""
+    counts, files = {"call": 0, "c_call": 0}, set()
 
     def count(frame, event, argument):
         if event in counts:
             counts[event] += 1
             files.add(frame.f_code.co_filename)
 
-    way.optimize()
+    threading.setprofile(count)
     sys.setprofile(count)
-    way.loss()
+    way.step()
     sys.setprofile(None)
+    threading.setprofile(None)
     return counts["call"], counts["c_call"], sum(file.startswith(PACKAGE) for file in files)
 
 
 def measure(run: Run) -> None:
+    """Lengths of one class (fdora/triton/runtime/rows.py); Triton's kernels are others where 16 does not divide."""
     options = run.options
     torch.set_num_threads(1)
     pretend()
-    cell, count = Cell("tiny", 128, 16), options.layers * len(LINEARS)
-    ways = build(cell, options, run.failed)
-    inputs(cell, ways, options)
-    if options.alone:
-        run.add(*({"way": name, "us": (way.loss(), alone(way))[1]} for name, way in ways.items()))
-        return
-    turns = [{name: issue(way, "cpu") for name, way in ways.items()} for _ in range(options.steps + 5)][5:]
-    us = {
-        kind: {n: {p: of([1e3 * turn[n][i] for turn in turns]) / count for i, p in enumerate(PARTS)} for n in ways}
-        for kind, of in (("us", statistics.median), ("fastest us", min))
-    }
-    beyond = excess(us["us"])
-    for name, way in ways.items():
-        python, c, files = calls(way)
-        row = {"way": name, "python_calls": python / count, "c_calls": c / count, "files": files}
-        run.add(row | {kind: found[name] for kind, found in us.items()} | {"us beyond frozen": beyond.get(name, {})})
-    for name, way in ways.items() if options.profile else ():
-        print(name)
-        profiled(way, "cpu", 20).print_stats(options.profile)
+    count = options.layers * len(LINEARS)
+    for name, way in build(Cell("tiny", 512, 16), options, run.failed).items():
+        for length in (512, 496, 512, 496):
+            inputs(Cell("tiny", length, 16), {name: way}, options)
+            way.step()
+        inputs(Cell("tiny", 464, 16), {name: way}, options)
+        new, again = calls(way), calls(way)
+        more = [round((a - b) / count, 1) for a, b in zip(new, again, strict=True)]
+        row = {
+            "way": name,
+            "python_calls": round(again[0] / count, 1),
+            "c_calls": round(again[1] / count, 1),
+            "files": again[2],
+        }
+        run.add(row | {"python_calls_of_a_new_length": more[0], "c_calls_of_a_new_length": more[1]})
 
 
-OPTIONS = {
-    **stack(8, WAYS, seq=None),
-    "--steps": (60, "of each way"),
-    "--alone": (False, "only parts of one layer in loops"),
-    "--profile": (0, "show that many lines of a profile of each way"),
-}
-
-
-main = Suite(measure, OPTIONS)
+main = Suite(measure, stack(2, WAYS, seq=None))

@@ -1,6 +1,7 @@
 """One adapted linear against its rivals: frozen, bare products, LoRA and DoRA of PEFT and others, the paper's form.
 
     python -m bench.layer --device cuda --quick --json FILE
+    python -m bench.layer --device cuda --draw 64 --cold --jobs 8 --ways bare,peft_lora,fdora,fdora_inside --json FILE
     python -m bench.layer --device cuda --shapes llama8b,qwen8b --M 4096 --r 16,384 --adapter bf16,fp32 --json FILE
 
 bf16 x and W. GPU time by CUDA graph (wall time on a CPU), ways in turns in one run, medians. ``fwd`` runs under no_grad,
@@ -12,7 +13,12 @@ Which row a way stands in: what has no norm, or computes it in every call and kn
 ``peft_dora_cached`` and ``axolotl_dora`` keep the norm from call to call, as ``fdora`` does where it is given, so they stand
 in the rows of a given norm alone. Axolotl's goes stale when A or B are written: ``axolotl_dora_inside``, which computes it in
 every call, stands for a step of training in the rows of a norm inside. ``peft_dora_cached`` is for inference and has no
-``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain.
+``fwd_bwd``. LoRA computes less than DoRA: fdora's time over LoRA's is a price, a DoRA's over fdora's a gain. ``fdora_full`` is
+``detach=False``: gradients go through the norm, given or computed inside.
+
+``--base``: W in 4 bits. NF4 is with nested scales as bitsandbytes packs it: ``linear4bit`` is its frozen layer, PEFT, Axolotl
+and Unsloth adapt that, and fdora takes its codes; ``frozen`` is x W^T of the decoded W, and so is float64's truth. Codes of HQQ
+in groups of 64, of GPTQ and AWQ of 128 are for fdora alone.
 
 ``factored`` is our writing of the paper's data flow, ``dorafactors`` its own code. That and the code of Axolotl, Unsloth and
 LoRAFusion come from ``--rival-path`` (which files: bench/rivals.py, bench/checkouts.py) or, but for the paper's, from an
@@ -22,6 +28,7 @@ installed package. float32 adapters are cast to bf16 in every call there, which 
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from statistics import geometric_mean
 
@@ -29,10 +36,13 @@ import torch
 
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
+from bench.packed import BASES, Packed
+from bench.shapes import copies_of, draw
 from bench.suite import Some, Suite
 from bench.ways import (
     ADAPTERS,
     DORA,
+    FULL,
     KEEP_NORM,
     LORA,
     WAYS,
@@ -41,9 +51,11 @@ from bench.ways import (
     build,
     by_mode,
     checked,
+    in_turns,
     opponent,
     ratios,
     truths,
+    warm,
 )
 
 MODELS = {  # K x N of q/o, k/v, gate/up, down
@@ -61,15 +73,21 @@ TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most thr
 MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
-def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
+def case(M: int, K: int, N: int, r: int, adapter: str, base: str, options) -> list[dict]:
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
     i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    W, sets = i.W, copies_of(i) if options.cold else [i]
+    makers = [partial(build, i=each) for each in sets]
+    if base != "bf16":
+        packed = [Packed(base, each) for each in sets]
+        i, W, makers = packed[0].i, packed[0].codes.dequantize(torch.float32), [each.way for each in packed]
+    how = {"rival_path": options.rival_path, "autocast": options.peft_autocast}
     ways, error, failed, peak, _ = checked(
         options.ways,
-        lambda name: build(name, i, options.rival_path, options.peft_autocast),
-        against(truths(i, i.W)),
+        lambda name: in_turns([make(name, **how) for make in makers]),
+        against(truths(i, W)),
         TOLERANCE,
         device,
         peaks=options.ways,
@@ -79,7 +97,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, options) -> list[dict]:
     for direction, fns in by_mode(ways):
         ms = medians_of(fns, device, options.runs, failed)
         for norm in ("given", "inside"):
-            row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "mode": direction, "norm": norm}
+            row = {"M": M, "K": K, "N": N, "r": r, "adapter": adapter, "base": base, "mode": direction, "norm": norm}
             row |= {"ms": select(ms, norm), "peak_mb": select(peak, norm), "error": select(error, norm)}
             row |= {"ratio": ratios(row["ms"], pairs()), "failed": select(failed, norm)}
             rows.append(row)
@@ -98,14 +116,16 @@ def select(by_way: dict, norm: str) -> dict:
 
 def pairs() -> list[tuple[str, str]]:
     """fdora over the floors (small is good), rivals over fdora (large is good)."""
-    found = [("fdora", floor) for floor in ("frozen", "bare", *LORA)]
-    found += [(rival, "fdora") for rival in (*DORA, "fdora_compiled")] + [("fdora_compiled", "peft_lora_compiled")]
+    found = [("fdora", floor) for floor in ("frozen", "bare", "linear4bit", *LORA)]
+    found += [(rival, "fdora") for rival in (*DORA, "fdora_full", "fdora_compiled")] + [
+        ("fdora_compiled", "peft_lora_compiled")
+    ]
     found += [(rival, opponent(rival)) for rival in DORA if opponent(rival) != "fdora"]
     return found
 
 
 def summarize(rows: list[dict]) -> dict:
-    means = {}
+    means, worst = {}, {}
     for mode, norm in MODES:
         values = {}
         for row in rows:
@@ -113,8 +133,9 @@ def summarize(rows: list[dict]) -> dict:
                 for pair, ratio in row["ratio"].items():
                     values.setdefault(pair, []).append(ratio)
         means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
+        worst[f"{mode}, norm {norm}"] = {pair: max(each) for pair, each in values.items()}
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
-    summary = {"geometric_means": means, "failed": failed, "wrong": wrong(rows)}
+    summary = {"geometric_means": means, "worst": worst, "failed": failed, "wrong": wrong(rows)}
     return summary | {"cases": len(rows) // len(MODES)}
 
 
@@ -132,11 +153,13 @@ def wrong(rows: list[dict]) -> list[str]:
 def cases(options) -> list[tuple]:
     if options.quick:
         picked = QUICK
+    elif options.draw:
+        picked = [(f"{K}x{N}", M, r) for M, K, N, r in draw(options.seed, options.draw)]
     else:
         names = MODELS if options.shapes == ["all"] else options.shapes
         shapes = dict.fromkeys(shape for name in names for shape in MODELS.get(name, (name,)))
         picked = product(shapes, options.M, options.r)
-    return [(M, *map(int, shape.split("x")), r, a) for shape, M, r in picked for a in options.adapter]
+    return [(M, *map(int, shape.split("x")), r, a, b) for shape, M, r in picked for a in options.adapter for b in options.base]
 
 
 OPTIONS = {
@@ -145,7 +168,11 @@ OPTIONS = {
     "--r": [16, 64, 384],
     "--adapter": Some(ADAPTERS, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
-    "--ways": Some(WAYS),
+    "--draw": (0, "so many shapes at random instead, of any M and r: no table and no fit has seen them"),
+    "--seed": (16, "of these"),
+    "--cold": (False, "each way on several weights in turn, which no cache holds"),
+    "--base": (Some(BASES, ["bf16"]), "of W"),
+    "--ways": Some((*WAYS, *FULL, "linear4bit"), WAYS),
     **RIVAL_PATH,
     "--peft-autocast": (False, "PEFT's layers under bf16 autocast, as trainers run them"),
 }
@@ -164,4 +191,13 @@ def measure(run):
     run.end("fdora")
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf)
+def compile_case(M: int, K: int, N: int, r: int, adapter: str, name: str) -> None:
+    warm(build(name, Inputs.random(M, K, N, r, ADAPTERS[adapter], "cuda")))
+
+
+def ahead(options):
+    mine = [name for name in options.ways if name.startswith("fdora")]
+    return compile_case, [(*each[:5], name) for each in cases(options) for name in mine]
+
+
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)

@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 _CASE = (
     "op form kind part bias cut cache M K N r G E T V d S seq tokens length sequences batch shape forward layers model config "
     "which direction C L O space channels attention checkpointing dtype adapter dropout optimizer seed mask mode norm compiled "
-    "backend scales held tile loss_tokens adapters samples solver_s workers run experts top width world target way"
+    "backend scales held tile loss_tokens adapters samples solver_s workers run experts top width world base target way"
 )
 CASE = frozenset(_CASE.split())
 # Metrics that a row has for each of its ways.

@@ -22,13 +22,9 @@ from typing import NamedTuple
 from bench import (
     converge,
     diffusion,
-    issue_time,
     jobs,
-    jobs_bubble,
     model,
     profile,
-    quant,
-    quant_model,
     schedule,
     serve,
     steps,
@@ -39,6 +35,7 @@ from bench.all import TABLE
 from bench.duels import MODES12, how, losses, where
 from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
 from bench.records import names, result
+from bench.suite import shown
 from bench.table import columns, pivot, side_by_side, table
 from bench.ways import NAMES, RIVALS
 
@@ -343,7 +340,7 @@ def norm_table(run: str, forms: Iterable[str], cases: Iterable[tuple], head: lis
     return table(["N x K, r, dtype", "dense `B A`: ms / MB / error", "`dora_norm`", *head], lines)
 
 
-NORM_EXPERTS = {name: f"{{{name}}}" for name in ("form", "N", "K", "r", "dtype", "ms", "roof_ms", "peak_mb", "error")}
+NORM_COLUMNS = {name: f"{{{name}}}" for name in ("form", "N", "K", "r", "dtype", "ms", "roof_ms", "peak_mb", "error")}
 TRAINED = {name: f"{{{name}}}" for name in ("way", "ms", "ms_ratio", "peak_mb", "tokens_per_s", "first_s")}
 
 
@@ -353,8 +350,9 @@ def norms() -> list[str]:
     on_cpu = [(4096, 384, "float32"), (4096, 16, "float32"), (14336, 64, "float32"), (4096, 384, "bfloat16")]
     gpu = norm_table("h100/norm_forms", ("dense", "triton"), on_gpu, ["roof, ms"], 3)
     cpu = norm_table("cpu/norm_forms", ("dense", "tiles", "factored"), on_cpu, ["`dora_norm(base_sqnorm=)`"], 1)
-    of_experts = runs("norm_experts", lambda found: [columns(found["rows"], NORM_EXPERTS)])
-    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu, *of_experts]
+    others = [name for kind in ("norm_experts", "norm_many") for name in names(kind)]
+    tables = runs(others, lambda found: [columns(found["rows"], NORM_COLUMNS)])
+    return [figure("roofline", "Roofline of the norm"), NORM, gpu, NORM_CPU, cpu, *tables]
 
 
 COMPOSED = (
@@ -377,7 +375,8 @@ def composed(found: dict) -> list[str]:
 def compositions() -> list[str]:
     """And of the run with many shapes, where there is one."""
     usual = COMPOSED.format_map(pick(result("h100/compose")["rows"], op="dora_compose", M=4096, N=14336))
-    return [usual, *runs("compose_20", composed, ": the other's time over the kernel's")]
+    of_embedding = runs("compose_embedding", lambda found: [shown(found["rows"])])
+    return [usual, *runs("compose_20", composed, ": the other's time over the kernel's"), *of_embedding]
 
 
 # The columns of one layer: way, and whether its norm is given
@@ -596,7 +595,7 @@ LAYER = (
     "column the norm was computed before:"
 )
 LAYERS12 = (
-    "Qwen3-8B-shaped layers, 4096 tokens, every linear layer adapted (`python -m bench.layers12 --device cuda`). "
+    "Qwen3-8B-shaped layers, 4096 tokens, every linear layer adapted (bench.layers12, until 4b97a39f). "
     '`use_fdora` checks on the GPU, in every call, whether its norms still hold; "fdora" is given them, computed once per '
     "optimizer step. In ms, inference / gradient / gradient with checkpointing:"
 )
@@ -606,7 +605,7 @@ STEPS = (
 )
 ISSUE = (
     "How long the host takes to issue a forward and a backward, the GPU never waited for in between "
-    "(`python -m bench.issue_time --device cuda`). Hosts differ, and one host from run to run: the last column is the time of "
+    "(bench.issue_time, until 4b97a39f). Hosts differ, and one host from run to run: the last column is the time of "
     "two million additions in Python."
 )
 SCHEDULES = (
@@ -614,13 +613,15 @@ SCHEDULES = (
     "stage, forward and backward alike. The paper's bubbles are LoRAFusion's own measurements, on other texts."
 )
 STAGES = (
-    "Simulated from layers that were measured: `python -m bench.jobs_bubble`, which says how, and what the ways are. Bubble, "
+    "Simulated from layers that were measured: bench.jobs_bubble, until 4b97a39f, says how, and what the ways are. Bubble, "
     "and tokens per second. Two stages on two H200 ({run}): {predicted:.1%} of {predicted_seconds:.3f} s in the same way, "
     "{measured:.1%} of {measured_seconds:.3f} s measured."
 )
 QUANTISED = (
-    "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of `python -m bench.quant`, and of "
-    "`python -m bench.quant_model` for a decoder layer through PEFT. A mean is geometric; below 1 the first is faster."
+    "NF4 with nested scales as bitsandbytes packs it, GPU time; the ways are those of bench.quant (until 4b97a39f; today "
+    "`python -m bench.layer --base nf4`), and of "
+    "bench.quant_model (until 4b97a39f; today `python -m bench.steps --cells 70b-nf4:4096:64`) for a decoder layer through "
+    "PEFT. A mean is geometric; below 1 the first is faster."
 )
 VISION = (
     "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted (`python -m bench.vit`, "
@@ -659,17 +660,54 @@ def training_steps() -> list[str]:
     return [STEPS, *taken, *issued]
 
 
+ISSUED = {"run": "{run}", "way": "{way}", "issue ms, forward / backward": "{ms[forward]:.2f} / {ms[backward]:.2f}"}
+ISSUED |= {"beyond frozen": "{excess[forward]:.2f} / {excess[backward]:.2f}"}
+ISSUED |= {"of LoRA's": "{excess[forward_ratio]:.2f} / {excess[backward_ratio]:.2f}", "2M additions, ms": "{python_ms}"}
+
+
 def issue(found: dict) -> list[str]:
-    return [ISSUE, issue_time.markdown(found["runs"], list(found["runs"][0]["ms"]))]
+    ways = found["runs"][0]["ms"]
+    rows = [run | {"run": i, "way": way} for i, run in enumerate(found["runs"]) for way in ways]
+    return [ISSUE, columns([row | {key: row[key].get(row["way"], {}) for key in ("ms", "excess")} for row in rows], ISSUED)]
+
+
+def coded_layers(found: dict) -> str:
+    """Of bench.quant, until 4b97a39f: of layers a mean and the worst case by tokens, and times; of norms every case."""
+    spread, few = found["summary"]["mean_and_worst"], [row for row in found["rows"] if row["M"] in (1, 16, 4096)]
+    pairs, ways = (
+        dict.fromkeys(pair for of in spread.values() for pair in of),
+        dict.fromkeys(w for row in few for w in row["ms"]),
+    )
+    means = {"mean / worst": "{what}"} | {pair: f"{{{pair}[0]:.2f}} / {{{pair}[1]:.2f}}" for pair in pairs}
+    times = {"M, K x N, r = 64, ms": "{M}, {K} x {N}, {r}, {mode}"} | {way: f"{{ms[{way}]:.3f}}" for way in ways}
+    norms = {"N x K, r": "{N} x {K}, {r}"}
+    norms |= {f"{way}, us": f"{{us[{way}]:.1f}}" for way in dict.fromkeys(way for row in found["norms"] for way in row["ms"])}
+    norms |= {"roof, us": "{roof:.1f}", "error": "{error:.0e}"}
+    coded = [row | {"us": {way: 1e3 * ms for way, ms in row["ms"].items()}} for row in found["norms"]]
+    parts = [
+        (means, [{"what": what} | values for what, values in spread.items()]),
+        (times, [row for row in few if row["r"] == 64]),
+        (norms, [row | {"roof": 1e3 * max(row["roof_ms"].values())} for row in coded]),
+    ]
+    return "\n\n".join(columns(rows, said) for said, rows in parts if rows)
+
+
+NF4_COLUMNS = {"mode": "{mode}", "way": "{way}", "wall ms": "{ms}", "GPU ms": "{gpu_ms}", "peak MB": "{peak_mb}"}
+
+
+def quantised_layers(found: dict) -> str:
+    parts = list(next(iter(found["whole"].values())))
+    sums = table(["a whole model, GB", *parts], [[way, *each.values()] for way, each in found["whole"].items()])
+    return f"{columns(found['rows'], NF4_COLUMNS)}\n\n{sums}"
 
 
 def quantised() -> list[str]:
     parts = [QUANTISED]
     for name in names("quant"):
         if "norms" in (found := result(name)):
-            parts += runs([name], lambda found: [quant.markdown(found)])
+            parts += runs([name], lambda found: [coded_layers(found)])
         elif "whole" in found:
-            parts += runs([name], lambda found: [quant_model.markdown(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
+            parts += runs([name], lambda found: [quantised_layers(found)], ": {cell[model]}, S {cell[S]}, r {cell[r]}")
     return parts
 
 
@@ -684,6 +722,12 @@ def serving() -> list[str]:
 
 
 JOBS = ": {layers} layers, r {r}, {microbatches[capacity]} tokens a microbatch, {world} GPU(s), dropout {dropout}"
+
+
+def stages(found: dict) -> str:
+    """Bubbles and tokens per second."""
+    cells = pivot(found["rows"], lambda row: (row["world"], row["adapters"]), "{bubble:.1%}, {throughput:.0f}".format_map)
+    return side_by_side(["stages", "adapters"], cells)
 
 
 def studied(study: str) -> dict[str, list[dict]]:
@@ -751,9 +795,10 @@ def advice() -> list[str]:
 
 
 def told(found: dict) -> list[str]:
-    """Of a run of bench.full or bench.converge."""
-    rows, module = found["rows"], TABLE[found["run"].split("/")[1]].command.split()[0]
-    command = f"python -m {module} {found['about']['arguments']}".strip()
+    """Of a run of bench.converge, and of bench.full, until 4b97a39f."""
+    rows, (_, name) = found["rows"], found["run"].split("/")
+    module = f"python -m {TABLE[name].command.split()[0]}" if name in TABLE else f"bench.{name}"
+    command = f"{module} {found['about']['arguments']}".strip()
     body = table(list(rows[0]), [row.values() for row in rows]) if "ratio" in rows[0] else converge.markdown(rows)
     return [f"`{command}`, commit {commit_of(found)}", body]
 
@@ -775,12 +820,13 @@ def the_host() -> list[str]:
     for name, each in found.items():
         for piece, us in each["us"].items():
             pieces.setdefault((piece,), {})[f"{name}, commit {commit_of(each)}"] = us
-    said = "What it costs the host to reach a kernel, in us per call (`python -m bench.launches`):"
+    said = "What it costs the host to reach a kernel, in us per call (bench.launches, until 4b97a39f):"
     return [*parts, *([said, side_by_side(["piece"], pieces)] if found else [])]
 
 
 UNSEEN = (
-    "Shapes drawn at random (`python -m bench.shapes --device cuda`), the norm given: the first way's GPU time over the "
+    "Shapes drawn at random (bench.shapes, until 4b97a39f; today `python -m bench.layer --draw 64`), the norm given: the "
+    "first way's GPU time over the "
     'second\'s. "bare" is the matrix products alone, "micro_batches" computes its norm in one of 8.'
 )
 PASSES = (
@@ -901,7 +947,7 @@ SECTIONS = {
             *(
                 part
                 for name in names("stages")
-                for part in (STAGES.format_map(result(name)["checks"][0]), jobs_bubble.markdown(result(name)))
+                for part in (STAGES.format_map(result(name)["checks"][0]), stages(result(name)))
             ),
             figure("stages", "Bubbles of 4 and 8 stages"),
         ],

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from math import log
@@ -38,8 +38,6 @@ PAPER = {1: 0.4417, 2: 0.1500, 3: 0.1223, 4: 0.1109}
 PAPERS_RIVALS = {"Megatron's 1F1B": 0.4879, "mLoRA": 0.3411}
 WAYS = ("flushed", "side by side", "schedule", "half")
 SEEDS = 3
-Run = Callable[..., Timeline]
-Row = Callable[[list, Spec], Iterator[tuple[str, dict]]]
 
 
 def drawn(kinds: list[str], batches: int, samples: int, capacity: int, seed: int) -> list[list[list[int]]]:
@@ -66,9 +64,8 @@ def of(runs: list[Timeline], count: int, noops: int, spec: Spec, bound: int) -> 
     return {"microbatches": count, "noops": noops, "bound": bound, "fill": fill, "bubble": bubble, "throughput": tokens / took}
 
 
-def row(lengths: list[list[list[int]]], spec: Spec, run: Run | None = None) -> Iterator[tuple[str, dict]]:
-    """``run``: microbatches through the pipeline, where they take other times than their tokens."""
-    run = run or partial(simulate, stages=spec.depth)
+def row(lengths: list[list[list[int]]], spec: Spec) -> Iterator[tuple[str, dict]]:
+    run = partial(simulate, stages=spec.depth)
     each = [first_fit(samples, spec) for samples in alone(lengths)]
     beside = insert_noops([*chain(*each)], spec)
     found = schedule(lengths, spec)
@@ -82,7 +79,7 @@ def row(lengths: list[list[list[int]]], spec: Spec, run: Run | None = None) -> I
     yield "half", of([run(halves)], len(halves.microbatches), halves.noops, small, halves.bound)
 
 
-def rows(spec: Spec, batches: int, samples: int, row: Row = row) -> Iterator[dict]:
+def rows(spec: Spec, batches: int, samples: int) -> Iterator[dict]:
     kinds = list(KINDS)
     for count in range(1, len(kinds) + 1):
         runs = {}

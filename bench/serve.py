@@ -35,7 +35,7 @@ from bench.multi import CACHE, Bank, lengths_of
 from bench.suite import Some, Suite, shapes
 from bench.table import side_by_side
 from bench.truth import norm_of, rel_l2, some
-from bench.ways import BF16, S, Way, away, checked, ratios
+from bench.ways import BF16, S, Way, away, checked, in_turns, ratios
 from fdora.functional import dora_linear_multi
 from fdora.functional.opaque import scale_slots
 from fdora.integrations._vllm import g as plug_in
@@ -136,11 +136,8 @@ def serve(case: Case, layers: list[Served], options) -> dict:
         options.device,
         ("plugin", "idle", "multi_ids"),
     )
-    fns = {}
-    for name in ways:
-        calls = [build(name, part, options.rival_path).forward for part in parts]
-        fns[name] = lambda calls=calls: [call() for call in calls]
-    ms = {n: round(t / len(parts), 5) for n, t in medians_of(fns, options.device, options.runs, failed).items()}
+    fns = {name: in_turns([build(name, part, options.rival_path) for part in parts]).forward for name in ways}
+    ms = medians_of(fns, options.device, options.runs, failed)
     ours = [name for name in ("plugin", "multi_ids") if name in ms]
     return {
         **{"kind": "serve", **case._asdict(), "target": TARGETS["serve"], "ms": ms},

@@ -2,11 +2,13 @@
 
     python -m bench.steps --device cuda --json FILE
     python -m bench.steps --device cuda --cells 2048:512:16,8b:4096:64 --compiled default,reduce-overhead
+    python -m bench.steps --device cuda --cells 70b-nf4:4096:64 --layers 1 --peaks
     python -m bench.steps --device cuda --cells 2048:400:16 --layers 4 --no-eager --compiled whole,whole-reduce-overhead
 
 Layers are transformers' Qwen3 in the shape of its 8B model and of width 2048 (1.7B), frozen, bf16, all seven linears adapted;
-one sequence of S tokens, loss on its last 1024. The ways share weights and have equal adapters, away from their start: the
-frozen model, PEFT's LoRA, its DoRA, that after ``use_fdora``, and after ``use_fdora(fuse=True)``. The modes:
+with ``-nf4`` behind a model bitsandbytes packs them. One sequence of S tokens, loss on its last 1024. The ways share weights,
+and have equal adapters, away from their start: the frozen model, PEFT's LoRA, its DoRA, that after ``use_fdora``, and after
+``use_fdora(fuse=True)``. The modes:
 
     inference       no_grad
     step            gradient of x and all adapters, then an optimizer step
@@ -33,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
+from bench.packed import nf4_linears
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, stack
 from bench.table import over_lora, pivot
@@ -57,9 +60,8 @@ COMPILED = ("default", "reduce-overhead", "whole", "whole-reduce-overhead", "who
 MICRO = 8
 LEAST = 5  # turns
 WARM = 4  # calls of what is compiled, untimed
+NF4 = "-nf4"  # behind a model: bitsandbytes packs its linears
 SIZES = decoder.SIZES["layers"]  # of Qwen3-8B, Qwen3-1.7B, Mistral-7B, Gemma-3-4B and Llama-3.1-70B
-
-T = TypeVar("T")
 
 
 class Cell(NamedTuple):
@@ -105,11 +107,9 @@ def adapted(way: str, base: Stack, values: dict, dropout: float = 0.0) -> tuple[
 class Way:
     """One model, and its modes on the input of :meth:`feed`."""
 
-    def __init__(
-        self, name: str, base: Stack, values: dict, adapt: Callable | None = None, *, dropout: float = 0.0, context=nullcontext
-    ):
+    def __init__(self, name: str, base: Stack, values: dict, *, dropout: float = 0.0, context=nullcontext):
         self.name, self.context = name, context
-        self.model, self.leaves = (adapt or adapted)(name, base, values, dropout)
+        self.model, self.leaves = adapted(name, base, values, dropout)
         self.model.dropout = dropout
         self.As = [p for leaf, p in self.leaves.items() if leaf.startswith("A")]
         self.compile("")
@@ -166,30 +166,26 @@ class Way:
             torch._foreach_add_(total, self.gradient())
         self.optimize()
 
-    def checkpointed(self, fn: Callable[[], T]) -> T:
+    def checkpointing(self) -> None:
         self.model.checkpointing = True
         try:
-            return fn()
+            self.step()
         finally:
             self.model.checkpointing = False
 
-    def checkpointing(self) -> None:
-        self.checkpointed(self.step)
 
-    def gradient_checkpointing(self) -> list[Tensor]:
-        return self.checkpointed(self.gradient)
-
-
-def build(cell: Cell, options, failures: Failures, adapt: Callable | None = None) -> dict[str, Way]:
+def build(cell: Cell, options, failures: Failures) -> dict[str, Way]:
     torch.manual_seed(0)
-    base = Stack(cell.model, options.layers, DTYPES[options.dtype], options.device)
+    base = Stack(cell.model.removesuffix(NF4), options.layers, DTYPES[options.dtype], options.device)
     values = adapters(base, cell.r, DTYPES[options.adapter])
-    return failures.attempt(options.ways, lambda name: Way(name, base, values, adapt, **adapted_as(options)))
+    if cell.model.endswith(NF4):
+        nf4_linears(base)
+    return failures.attempt(options.ways, lambda name: Way(name, base, values, **adapted_as(options)))
 
 
 def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
     """The same for every way."""
-    width = SIZES[cell.model]["hidden_size"]
+    width = SIZES[cell.model.removesuffix(NF4)]["hidden_size"]
     x = torch.randn(1, cell.S, width, device=options.device).to(DTYPES[options.dtype])
     target = torch.randn(1, min(options.loss_tokens, cell.S), width, device=options.device)
     for way in ways.values():
@@ -282,9 +278,9 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     share, many = MICRO if plain == "micro" else 1, 1e3 * options.cell_seconds / len(options.modes) / 2
     peaks = {}
     if options.peaks:
-        warmed = peaks = failures.attempt(warmed, lambda name: peak_bytes(able[name], options.device) / 2**20, label)
+        peaks = failures.attempt(warmed, lambda name: peak_bytes(able[name], options.device) / 2**20, label)
         free(options.device)  # what a way that ran out of memory has left
-    able = {name: able[name] for name in warmed}
+    able = {name: able[name] for name in (peaks if options.peaks else warmed)}
     if not able:
         return []
     ms, turns = wall(able, options.device, many, options.runs)
@@ -327,7 +323,7 @@ def cells(text: str) -> list[Cell]:
         model, tokens, r = (*part.split(":"), "", "")[:3]
         every = model or "8b,2048", tokens or "128,512,2048,4096", r or "16,64"
         found += [Cell(m, int(t), int(k)) for m, t, k in product(*(each.split(",") for each in every))]
-    if unknown := {cell.model for cell in found} - set(SIZES):
+    if unknown := {cell.model.removesuffix(NF4) for cell in found} - set(SIZES):
         raise argparse.ArgumentTypeError(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
     return list(dict.fromkeys(found))
 

@@ -237,10 +237,10 @@ class Run:
 class Suite:
     """A measurement as a command, which runs where its module is the program: ``measure(run)`` adds the rows of its cases,
     ``show`` says them, ``judge`` raises what is wrong. ``options``: its arguments, as `add_options` has them, beside --json,
-    --commit, and those of --runs, --seconds and --device that have a default here. ``device="cuda"``: nothing else is allowed.
-    ``kernels``: on a CPU Triton must interpret them. ``world``: how many processes, one group, run it if nobody says otherwise;
-    a 1 is this one. ``ahead``: what compiles its kernels, and the tasks that it is called with, in as many processes as --jobs
-    says. ``quick``: what --quick makes of the options. --help begins with the first paragraph of the module."""
+    --commit, and those of --runs, --seconds and --device that have a default here. ``kernels``: on a CPU Triton must interpret
+    them. ``world``: how many processes, one group, run it if nobody says otherwise; a 1 is this one. ``ahead``: what compiles
+    its kernels, and the tasks that it is called with, in as many processes as --jobs says. ``quick``: what --quick makes of
+    the options. --help begins with the first paragraph of the module."""
 
     measure: Callable[[Run], None]
     options: dict[str, Any] = field(default_factory=dict)
@@ -262,8 +262,7 @@ class Suite:
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(description=self.measure.__globals__["__doc__"].split("\n\n")[0])
         if self.device:
-            choices, kind = ("cuda",) if self.device == "cuda" else None, interpreted if self.kernels else present
-            parser.add_argument("--device", default=self.device, type=kind, choices=choices)
+            parser.add_argument("--device", default=self.device, type=interpreted if self.kernels else present)
         common = {
             "--runs": (self.runs, None),
             "--seconds": (self.seconds, "start nothing after this time"),

@@ -32,7 +32,6 @@ import fdora
 from bench import clock, ways
 from bench.clock import Failures
 from bench.multi import Bank, build
-from bench.norm_model import linears
 from bench.save import save as save_json
 from bench.shapes import copied, draw
 from bench.suite import Run, Suite, numbers, shapes
@@ -186,7 +185,10 @@ def tiles_of_norm(shape: Shape) -> Candidates:
 
 def tree(shape: Shape, device: str) -> Call:
     """The norms of one decoder layer: width, width of the MLP, width of k and v, rank."""
-    Ws, pairs = linears(shape[:3], 1, shape[3], device)
+    width, mlp, kv, r = shape
+    shapes = [(width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width), (width, mlp)]
+    Ws = [torch.randn(n, k, device=device).mul_(k**-0.5).bfloat16() for n, k in shapes]
+    pairs = [tuple(torch.randn(size, device=device).to(DTYPE) for size in ((r, k), (n, r))) for n, k in shapes]
     c = torch.cat([norm_of(W, *pair, S) for W, pair in zip(Ws, pairs, strict=True)])
     return Call(lambda: [lambda: torch.cat(list(dora_norm_tree(Ws, pairs, s=S)))], c, 1e-6)
 

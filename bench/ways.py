@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,10 @@ LORA = ("peft_lora", "peft_lora_compiled", "addmm_lora", "axolotl_lora", "unslot
 DORA = ("peft_dora", "peft_dora_compiled", "peft_dora_cached", "dense_compiled", "factored", "dorafactors", "axolotl_dora")
 RIVALS = LORA + DORA
 FDORA = ("fdora", "fdora_inside", "fdora_compiled", "fdora_inside_compiled")
+FULL = ("fdora_full", "fdora_full_inside")  # with gradients through the norm
 WAYS = ("frozen", "bare", *RIVALS, "axolotl_dora_inside", *FDORA)
 # These keep the norm from call to call, and NAME_inside computes it in each: a time without a norm is compared with no other.
-KEEP_NORM = ("fdora", "fdora_compiled", "peft_dora_cached", "axolotl_dora")
+KEEP_NORM = ("fdora", "fdora_full", "fdora_compiled", "peft_dora_cached", "axolotl_dora")
 
 # One colour for a way in every picture.
 ORANGE, RED, BLUE, LIGHT = "#f2994a", "#d64541", "#2f6fbb", "#8fbce6"
@@ -168,14 +169,14 @@ Truths = Callable[[str], dict[str, Tensor]]
 
 
 def truths(i: Inputs, W: Tensor) -> Truths:
-    """What a way must give by its formula: dora, lora or frozen; of a quantised layer W is what its codes say."""
+    """What a way must give by its formula: dora, full (through its norm, too), lora or frozen. W may be what codes say."""
 
     @cache
     def of(kind: str) -> dict[str, Tensor]:
-        leaves = {name: getattr(i, name) for name in {"dora": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
+        leaves = {name: getattr(i, name) for name in {"dora": "xABm", "full": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
         s = 0.0 if kind == "frozen" else S
         rest = {"A": i.A.detach(), "B": i.B.detach(), "m": None}
-        return gradients(lambda t: exact(W=W, s=s, **(rest | t)), leaves, i.dy)
+        return gradients(lambda t: exact(W=W, s=s, detach=kind != "full", **(rest | t)), leaves, i.dy)
 
     return of
 
@@ -193,6 +194,14 @@ def errors(way: Way, truth: Truths) -> dict[str, float]:
 def against(truth: Truths) -> Callable[[str, Way], dict[str, float]]:
     """What `checked` asks."""
     return lambda name, way: errors(way, truth)
+
+
+def in_turns(ways: Sequence[Way]) -> Way:
+    """Another of these, which are alike, at each call; each has run once, since a graph can capture no first call."""
+    for way in ways[1:]:
+        warm(way)
+    forward, both = cycle(way.forward for way in ways), cycle(way.both for way in ways)
+    return replace(ways[0], forward=lambda: next(forward)(), both=ways[0].both and (lambda: next(both)()))
 
 
 def warm(way: Way) -> None:
@@ -234,7 +243,7 @@ def checked(
     errors: Callable[[str, Way], dict[str, float]],
     most: float,
     device: str,
-    mine: Iterable[str] = FDORA,
+    mine: Iterable[str] = (*FDORA, *FULL),
     peaks: Iterable[str] = (),
     given: Sequence[Tensor] | None = None,
 ) -> Checked:
@@ -300,21 +309,7 @@ def fdora(i: Inputs, norm: Tensor | None = None, compiled: bool = False, **how: 
 
     call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
     leaves = {"A": i.A, "B": i.B, "m": i.m} | ({"bias": how["bias"]} if "bias" in how else {})
-    return trained(lambda x: call(x, i.A, i.B, i.m), i, leaves, "dora")
-
-
-def with_dz(way: Way) -> Way:
-    """Its backward writes dz, however many tokens there are beside W's columns."""
-
-    def both():
-        from fdora.triton import scaled_weight
-        from fdora.triton.runtime import family, walk
-
-        here = mock.patch.object(scaled_weight, "moves_less", lambda *_: False)
-        with here, mock.patch.object(walk, "_plans", {}), mock.patch.object(family, "_families", {}):
-            return way.both()
-
-    return Way(way.forward, both)
+    return trained(lambda x: call(x, i.A, i.B, i.m), i, leaves, "dora" if how.get("detach", True) else "full")
 
 
 def lora(x: Tensor, W: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
@@ -357,10 +352,8 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
         return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
     if name == "bare":
         return bare(i)
-    if name == "fdora_dz":
-        return with_dz(fdora(i, i.norm, False))
     if name.startswith("fdora"):
-        return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"))
+        return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"), detach="full" not in name)
     if name == "factored":
         return trained(lambda x: factored(x, i.W, *adapters, S), i, {**lora, "m": i.m}, "dora")
     if name == "dense_compiled":

@@ -13,40 +13,37 @@ import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 from bench import __main__ as entry
-from bench import quant, records, ways
+from bench import records, ways
 from bench import suite as suites
 from bench.clock import Failures
 from fdora.functional import dora_linear
 
 ROOT = Path(__file__).parent.parent
-LAYER = "--shapes 48x32 --M 8 --r 4 --runs 1 "
+LAYER = "--shapes 128x64 --M 8 --r 4 --runs 1 "
 STACK = "--tiny --layers 1 --seq 16 --loss-tokens 4 --r 4 --runs 1 "
 SMALL = {
-    "layer": LAYER + "--ways frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside",
+    "layer": LAYER
+    + "--ways "
+    + "frozen,bare,peft_lora,addmm_lora,peft_dora,peft_dora_cached,factored,fdora,fdora_inside,fdora_full,fdora_full_inside",
+    "layer cold": LAYER + "--cold --ways bare,fdora,fdora_inside",
+    "layer codes": LAYER + "--base nf4,hqq,gptq,awq --ways frozen,linear4bit,peft_lora,peft_dora,fdora,fdora_inside",
     "group": "--models tiny --M 24 --r 4 --runs 1 --parts qkv,mlp --ways bare,peft_lora,separate,fdora",
     "multi": "--shapes 48x32 --M 24 --decode 6 --serve 80 --runs 1 --loop-ms 0 --G 3 --ways frozen,one,loop,multi,multi_ids",
     "serve": "--shapes 48x32 --r 4 --tokens 1,5 --adapters 1,3 --runs 1 --load 32x48x16,16x32 --layers 2 --load-r 4",
     "experts": "--models tiny --T 24 --r 8 --runs 1 --loop-ms 0 --ways loop,lora_grouped,fdora",
-    "quant": "--shapes 128x64 --M 4 --r 4 --runs 1 --ways " + ",".join((*quant.WAYS, *quant.CODED[1:5])),
-    "quant_model": "--model tiny --layers 1 --S 8 --r 4 --runs 1",
     "fp8": "--shapes 256x128 --M 4 --r 4 --runs 1",
     "fp8_error": "--tokens 8 --out 32 --in 512 --rank 4 --layers 2",
-    "full": "--tiny --runs 1",
-    "embedding": "--runs 1 --tokens 8,16",
     "compose": "--runs 1",
-    "norm_model": "--models tiny --layers 1 --r 4",
+    "compose embedding": "--runs 1 --ops dora_embedding --shapes 16x64",
+    "norm_forms": "--shapes 48x128x8 --runs 1 --kinds weight,codes,bank,experts",
     "host": "--M 4 --K 32 --N 48 --r 4 --runs 1 --loop-ms 1 --ways frozen,peft_dora,fdora",
-    "shapes": "--shape 24,48,32,4 --runs 1 --ways bare,peft_lora,fdora,fdora_inside",
-    "layers12": STACK + "--no-compile",
     "model": STACK + "--quick --no-compile --dtype fp32 --adapter fp32",
-    "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4 --runs 1 --cell-seconds 0",
+    "steps": "--layers 1 --loss-tokens 4 --cells tiny:8:4,tiny-nf4:8:4 --runs 1 --cell-seconds 0",
     "lengths": "--layers 1 --loss-tokens 4 --model tiny --r 4 --count 22 --least 4 --most 9 --warmup",
     "trainer": "--tiny --layers 1 --r 4 --steps 3",
-    "issue_time": "--layers 1 --loss-tokens 4 --model tiny --seq 8 --r 4 --steps 1 --runs 2",
     "vit": "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,peft_fdora_fused",
     "diffusion": "--tiny --models sdxl_conv --dtype fp16 --adapter fp32,half --r 4 --batch 2 --runs 1 --checkpointing yes",
     "converge": "--tiny --size large --layers 1 --eval 2 --batch 4 --seq 32 --r 4 --steps 2 --pretrain 2 --seeds 0",
-    "parallel": "--tiny --runs 1 --M 8 --r 4 --layers 1 --dtype fp32",
     "sharded": STACK + "--modes step --dtype fp32 --adapter fp32",
 }
 
@@ -64,18 +61,20 @@ def test_a_command_writes_records(name, tmp_path):
     """Every way of each case has a value, nothing fails but what is not installed, and the lines are read as they were written."""
     if name == "diffusion":
         pytest.importorskip("diffusers", reason="its models; `make test` installs it")
-    result = run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
+    result = run(importlib.import_module(f"bench.{name.split()[0]}"), tmp_path, SMALL[name])
     lines = records.read(tmp_path / "result.json")["result"]
     assert lines[0]["run"] == "result" and all({"values"} <= line.keys() for line in lines[1:])
     rows = [row for part, shape in lines[0]["parts"].items() if shape != "tree" for row in result[part]]
     assert rows and records.result_of(list(records.lines_of("result", result))) == result
     times = [line["values"] for line in lines[1:] if any(key.endswith("ms") for key in line["values"])]
-    assert times or name in ("fp8_error", "converge", "host", "parallel")
+    assert times or name in ("fp8_error", "converge", "host")
     assert not [why for row in [result, *rows] for why in row.get("failed", {}) if "fdora" in why]
 
 
 def test_every_suite_is_a_command():
-    assert set(SMALL) | {"all", "report", "tune", "fit", "host_steps", "schedule", "launches"} <= set(entry.commands())
+    assert {name.split()[0] for name in SMALL} | {"all", "report", "tune", "fit", "host_steps", "schedule"} <= set(
+        entry.commands()
+    )
     with pytest.raises(SystemExit, match="python -m bench NAME"):
         entry.main(["layers"])
 
@@ -170,10 +169,8 @@ WRONG = {
     "multi": "bench.multi.dora_linear_multi",
     "serve": "bench.serve.dora_linear_multi",
     "experts": "bench.experts.dora_experts",
-    "quant": "bench.ways.dora_linear",
-    "embedding": "bench.embedding.dora_embedding",
+    "compose embedding": "bench.compose.dora_embedding",
     "compose": "bench.compose.dora_compose",
-    "shapes": "bench.ways.dora_linear",
 }
 
 
@@ -189,21 +186,22 @@ def test_a_wrong_way_fails_its_command(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.import_module(module), function, doubled)
     with pytest.raises((SystemExit, AssertionError), match=r"wrong|failed"):
-        run(importlib.import_module(f"bench.{name}"), tmp_path, SMALL[name])
+        run(importlib.import_module(f"bench.{name.split()[0]}"), tmp_path, SMALL[name])
 
 
-@pytest.mark.parametrize("kind", ["dora", "lora", "frozen"])
+@pytest.mark.parametrize("kind", ["dora", "full", "lora", "frozen"])
 def test_truth(kind):
     """Against the formula with the whole adapted weight; a result that is wrong by a hundredth is seen, and one that lacks."""
     M, K, N, r = 40, 48, 33, 5
     x, W, A, B, dy = (torch.randn(*shape).double() for shape in ((M, K), (N, K), (r, K), (N, r), (M, N)))
     m = torch.rand(N).double() + 0.5
     leaves = {name: t.requires_grad_() for name, t in zip("xABm", (x, A, B, m), strict=True)}
-    leaves = {name: leaves[name] for name in {"dora": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
+    leaves = {name: leaves[name] for name in {"dora": "xABm", "full": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
 
     def call():
         adapted = W if kind == "frozen" else W + ways.S * B @ A
-        return x @ adapted.T * (m / adapted.detach().norm(dim=1) if kind == "dora" else 1)
+        norm = (adapted if kind == "full" else adapted.detach()).norm(dim=1)
+        return x @ adapted.T * (m / norm if kind in ("dora", "full") else 1)
 
     way = ways.differentiated(call, leaves, dy, kind)
     truth = ways.truths(ways.Inputs(x, W, A, B, m, None, dy), W)

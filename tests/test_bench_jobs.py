@@ -4,8 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import jobs, jobs_bubble, jobs_model, records
-from fdora.jobs.schedule import Sample, Spec, schedule
+from bench import jobs, jobs_model, records
 from fdora.jobs.schedule.simulate import Action, Task
 
 SMALL = ["--tiny", "--layers", "2", "--r", "4", "--runs", "1", "--batches", "1", "--samples", "4", "--commit", "abc"]
@@ -90,44 +89,18 @@ def test_two_stages(tmp_path):
     assert busy == pytest.approx(2e3 * bubble["measured_seconds"] * (1 - bubble["measured"]), abs=1)
 
 
-def test_the_simulator_accounts_for_what_was_measured(capsys):
+def test_the_simulator_accounts_for_what_was_measured():
     """With messages and the last optimizer steps its bubble is that of two H200 but for what the host takes between actions."""
-    (found, _), kept = jobs_bubble.of_run("h200/jobs_pipeline"), records.result("h200/jobs_pipeline")["bubble"]
+    result = records.result("h200/jobs_pipeline")
+    options, kept = jobs.main.parse(result["about"]["arguments"].split()), result["bubble"]
+    plan, tasks = jobs_model.plan_of(jobs_model.lengths_of(options), options), []
+    for device, microbatch, way, *ends in (action.split() for action in kept["actions"]):
+        action = Action(int(device), int(microbatch), way == "backward")
+        tasks.append(Task(int(device), action, *(float(end) / 1e3 for end in ends)))
+    found = jobs.bubbles(plan, tasks, kept["measured_seconds"], result["world"])
     for name in ("measured", "simulated_from_times", "simulated_seconds", "simulated_from_tokens"):
         assert found[name] == pytest.approx(kept[name], abs=1e-5), name
     assert found["measured"] - 0.01 < found["simulated_with_messages"] < found["measured"]
-    jobs_bubble.main(["--stages", "2", "--batches", "1", "--samples", "2"])
-    assert str(found["message_seconds"]) in capsys.readouterr().out
-
-
-def test_layers_alone_predict_two_stages():
-    """From linears of another GPU and rates: the time and the bubble that were measured."""
-    found, line = jobs_bubble.of_run("h200/jobs_pipeline")
-    assert found["predicted_seconds"] == pytest.approx(found["measured_seconds"], rel=0.03)
-    assert found["predicted"] == pytest.approx(found["measured"], abs=0.02)
-    one = jobs_bubble.layer(line.model, (4096,))
-    linears = [jobs_bubble.measured(K, N, "fwd")[1][1] for N, K in line.model.linears.values()]
-    assert sum(linears) < one[0] < 1.5 * sum(linears) and one[0] < one[1] < 2 * one[0]
-    assert jobs_bubble.layer(line.model, (2048, 2048))[0] < one[0]  # they do not see each other
-
-
-def test_gradients_of_weights_go_into_gaps():
-    """One adapter's batch of one microbatch leaves gaps enough: backward is then shorter by what they were, on each stage."""
-    line = jobs_bubble.of_run("h200/jobs_pipeline")[1]._replace(waits={})
-    plan = schedule([[[4096], [4096]]], Spec(4096, 2, 1, 0))
-    whole, apart = line.run(plan), line.apart(plan)
-    saved, more = line.gradients(plan.microbatches[0], 0)
-    # twice through two stages; what was put off comes before the second step and at the end
-    assert 0 < saved < more and whole.time - apart.time == pytest.approx(4 * saved - 2 * more, abs=1e-3 * whole.time)
-    steps = jobs_bubble.steps_of(plan.microbatches)
-    assert steps == {plan.microbatches[2]} and not plan.microbatches[1]
-    took = {task.action: task.end - task.start for task in whole.tasks}
-    assert took[Action(0, 2, False)] - took[Action(0, 0, False)] == pytest.approx(line.step * line.stages[0])
-
-
-def test_what_is_padded():
-    samples = [Sample(0, 0, i, n) for i, n in enumerate((5, 9, 2, 7, 3))]
-    assert [[s.length for s in each] for each in jobs_bubble.padded(samples)] == [[9] * 4, [3]]
 
 
 def test_a_message_is_what_a_device_waits_for_with_nothing_else_to_do():

@@ -1,4 +1,4 @@
-"""bench.steps and bench.issue_time in small, on the CPU: what they write, what they compare, and how GPU time is taken."""
+"""bench.steps in small, on the CPU: what they write, what they compare, and how GPU time is taken."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import all as everything
-from bench import converge, decoder, issue_time, records, steps
+from bench import converge, decoder, records, steps
 from bench.clock import Failures
 
 SMALL = "--layers 1 --loss-tokens 4 "
@@ -78,9 +78,9 @@ def test_with_dropout_results_are_compared_while_nothing_is_dropped():
     assert max(steps.agreement(ways["use_fdora"], ways["peft_dora"]).values()) < 0.1
     for way in ways.values():
         drawn = []
-        for seed, gradient in ((0, way.gradient), (1, way.gradient), (0, way.gradient_checkpointing)):
+        for seed, way.model.checkpointing in ((0, False), (1, False), (0, True)):
             torch.manual_seed(seed)
-            drawn.append(torch.cat([t.flatten() for t in gradient()]))
+            drawn.append(torch.cat([t.flatten() for t in way.gradient()]))
         assert decoder.apart(drawn[1], drawn[0])["relative"] > 0.1 > decoder.apart(drawn[2], drawn[0])["relative"]
         with decoder.timed_as("inference", 0.5, [way.model]):
             assert not way.model.training and torch.equal(way.inference(), way.inference())
@@ -121,8 +121,7 @@ def test_ways_share_the_frozen_weights():
     assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-@pytest.mark.parametrize("command", [steps, issue_time], ids=lambda m: m.__name__)
-def test_a_wrong_fdora_fails_the_command(command, tmp_path, monkeypatch):
+def test_a_wrong_fdora_fails_the_command(tmp_path, monkeypatch):
     stock = steps.adapted
 
     def spoilt(way, *args):
@@ -133,9 +132,8 @@ def test_a_wrong_fdora_fails_the_command(command, tmp_path, monkeypatch):
         return model, leaves
 
     monkeypatch.setattr(steps, "adapted", spoilt)
-    where = "--cells tiny:8:4 --modes inference" if command is steps else "--model tiny --seq 8 --r 4 --steps 1"
     with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['.* of use_fdora, tiny, S 8, r 4'.*\]"):
-        run(command, tmp_path, where + " --ways peft_dora,use_fdora --runs 1")
+        run(steps, tmp_path, "--cells tiny:8:4 --modes inference --ways peft_dora,use_fdora --runs 1")
     assert records.load(tmp_path / "result.json")["agreement"]
 
 
@@ -269,46 +267,6 @@ def test_gpu_time_by_graph_or_by_events(monkeypatch):
         [{**row, "way": way, "ms": ms, "gpu_ms": 4.0} for way, ms in (("peft_lora", 8.0), ("use_fdora", 6.0))]
     )
     assert text.splitlines()[-1] == "| tiny, S 8, r 4 | inference | 8.00 / 4.00 | 0.75 / 1.00 | events |"
-
-
-def test_issue_time(tmp_path, capsys):
-    result = run(issue_time, tmp_path, "--model tiny --seq 8 --r 4 --steps 1 --runs 2")
-    assert (result["model"], result["S"], result["r"], len(result["runs"])) == ("tiny", 8, 4, 2)
-    for each in result["runs"]:
-        assert each["python_ms"] > 0 and set(each["ms"]) == set(steps.WAYS)
-        assert all(ms > 0 for parts in each["ms"].values() for ms in parts.values())
-        beyond = each["ms"]["use_fdora"]["forward"] - each["ms"]["frozen"]["forward"]
-        assert each["excess"]["use_fdora"]["forward"] == pytest.approx(beyond, abs=2e-3) and "frozen" not in each["excess"]
-    assert list(result["runs"][1]["ms"]) == [*steps.WAYS[1:], "frozen"] and result["steps"] == 1
-    assert all(list(each["excess"]) == [way for way in each["ms"] if way != "frozen"] for each in result["runs"])
-    assert set(result["agreement"]["tiny, S 8, r 4"]) == set(steps.FDORA)
-    assert capsys.readouterr().out.count("| use_fdora |") == 2
-
-
-def test_excess_as_a_share_of_loras():
-    ms = {"frozen": (5, 6), "peft_lora": (7, 5), "use_fdora": (6, 9)}
-    found = issue_time.excess({way: dict(zip(issue_time.PARTS, parts, strict=True)) for way, parts in ms.items()})
-    assert found["use_fdora"] == {"forward": 1, "backward": 3, "forward_ratio": 0.5}  # LoRA's backward took no more
-    assert issue_time.excess({"peft_lora": {}}) == {}
-
-
-def test_issue_time_issues_before_it_waits(monkeypatch):
-    """The queue is drained before and after a step, never within."""
-    (way,) = small_ways("use_fdora").values()
-    seen = []
-    monkeypatch.setattr(issue_time, "synchronize", lambda device: seen.append("wait"))
-    for name in ("optimize", "loss"):
-        stock = getattr(way, name)
-        monkeypatch.setattr(way, name, lambda stock=stock, name=name: (seen.append(name), stock())[1])
-    assert min(issue_time.issue(way, "cpu")) > 0
-    assert seen == ["optimize", "wait", "loss", "wait"]
-
-
-def test_bench_all_has_both():
-    for name in ("steps", "steps_compiled", "issue_time"):
-        module, *given = everything.TABLE[name].command.split()
-        assert module == f"bench.{name.partition('_compiled')[0]}"
-        assert {"steps": steps, "issue_time": issue_time}[module.removeprefix("bench.")].main.parse(given)
 
 
 def test_curves_of_other_masks_are_compared_with_those_of_pefts():

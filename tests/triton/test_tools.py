@@ -1,10 +1,9 @@
-"""The commands of bench that write plans themselves: the search for tiles, and the cost of a launch."""
+"""The commands of bench that write plans themselves: the search for tiles, and what is fitted to it."""
 
 import importlib
 import math
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
@@ -16,7 +15,7 @@ from fdora.triton.multi_small import room_config
 from fdora.triton.runtime.device import of_gpu
 from fdora.triton.tiles.configs import GemmConfig
 from tests import device
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 
 pytestmark = needs_kernels
 
@@ -143,16 +142,3 @@ def test_what_was_timed_again_counts():
     ms = [each["ms"] for each in rows]
     assert ms == [{"bare": 2.0, "after": 2.5, "fused": 2.5}, {"bare": 4.0, "after": 9.0}, {"bare": 1.0, "after": 1.5}]
     assert {*fit.names_of(rows)} == {"bare", "fused", "after"}
-
-
-def test_every_piece_of_a_launch_runs(monkeypatch):
-    from bench import launches
-
-    if INTERPRETED:  # what no interpreter can do
-        monkeypatch.setattr(launches, "by_triton_op", lambda partial, out: None)
-    pieces = launches.pieces(device.NAME)
-    partial = torch.randn(8, 512, device=device.NAME)
-    torch.testing.assert_close(launches.by_plan(launches.plan_sums, partial), partial.sum(0))
-    torch.testing.assert_close(launches.custom(partial), partial.sum(0))
-    for piece in pieces.values():
-        piece()

@@ -27,7 +27,7 @@ from fdora.predict import GPUS
 
 BF16 = dict.fromkeys(("torch.bfloat16", "torch.float16"), "bf16")  # the planner's word for 16 bits
 DEFAULT = 4096  # tokens of a microbatch where nothing is planned
-MESSAGE = 256  # tokens whose forward takes as long: 0.4 ms on two H200, where 1000 tokens took 1.7 ms (bench.jobs_bubble)
+MESSAGE = 256  # tokens whose forward takes as long: 0.4 ms on two H200, where 1000 tokens took 1.7 ms (bench/NOTES.md)
 TRIED = 8  # batches of each adapter, by which tokens of a microbatch are compared
 
 
