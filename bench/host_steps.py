@@ -2,9 +2,9 @@
 
     python -m bench.host_steps --ways peft_lora,use_fdora
 
-The models of bench.steps, tiny, on the CPU: torch's own operators compute; fdora's plans run through walk.c for an H200 and launch
-nothing, so no value means anything. For each adapted linear of a step: calls of Python and of C functions, and how many more
-where its length is new; and the files of fdora that they are in.
+The models of bench.steps, tiny, on the CPU: torch's own operators compute; fdora's plans run through walk.c for an H200 and
+launch nothing, so no value means anything. For each adapted linear of a step: calls of Python and of C functions, and how many
+more where its length is new; and the files of fdora that they are in.
 """
 
 from __future__ import annotations
