@@ -1,7 +1,7 @@
 """One plan for a class of lengths: written once, for the longest of them, with `Rows`, and filled in for each.
 
-A new length costs 700 to 1400 calls of Python for each plan that is written, and some 120 for each that is filled in: a fifth of
-a step of few tokens where no length repeats. Workspaces are those of the longest.
+A new length costs 700 to 1400 calls of Python for each plan that is written, a fifth of a step of few tokens where no length
+repeats, and some 120 for each that is filled in. Workspaces are those of the longest.
 """
 
 from __future__ import annotations
