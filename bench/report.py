@@ -131,13 +131,14 @@ def readme_headline() -> str:
         "It loses where sequences are so long that LoRA does not wait for the host: with "
         f"{listed([*map(str, longer)])} tokens a step takes {listed(exact)}. "
     )
+    also = f", and the longer ones take {listed(alone)}"
     return (
         f"With transformers' Trainer on the whole of {MODELS[found['model']]}, one H200, a step takes "
         f"{share('peft_fdora_fused')} of LoRA's wall time and {share('peft_fdora_fused', 'peak_mb')} of its peak memory, where "
         f"PEFT's own DoRA takes {share('peft_dora')} of the time, and computes the same function. That is the usual recipe: "
         f"`lora_dropout={found['dropout']}`, float32 adapters under bf16 autocast, gradient checkpointing and "
         f'{found["micro_batches"]} unpadded sequences a step. {lost if longer else ""}With `dropout_mode="lora"`, which is a '
-        f"different function, a step takes {listed([share('peft_fdora_fused_lora_dropout'), *alone])}."
+        f"different function, a step of the Trainer takes {share('peft_fdora_fused_lora_dropout')}{also if longer else ''}."
     )
 
 
