@@ -66,7 +66,7 @@ def test_the_table_of_routes_has_room():
     span = step.args[step.kernel.arg_names.index("span")]
     assert 1 < span <= 16384 and any(by_tma(each) for each in launches(plan, "multi_gemm_tma_kernel")) and not over(plan)
     few = multi.plan_forward(
-        (x._replace(shape=(FEW, 64)), *bank(FEW, 64, 64, MOST_RANK, 2, BF16, BF16)), HOPPER, (), 0.0, False
+        (x._replace(shape=(FEW, 64)), *bank(FEW, 64, 64, MOST_RANK, 2, BF16, BF16)), HOPPER, (), 0.0, "lora", False
     )
     assert "multi_shrink_kernel" in kernels(few) and not over(few)
     more = bank(FEW, 64, 64, MOST_RANK + 1, 2, BF16, BF16)
