@@ -18,7 +18,7 @@ from tests.triton.written import BF16, HOPPER, alike, calls_of_many_rows, layer
 
 
 def of_length(likes, count):
-    return family._of_length(likes, family._axes(likes, likes[0].shape[0]), count)
+    return family._of_length(likes, family._axes(likes, likes[0], likes[0].shape[0]), count)
 
 
 def forward_of(M, N, K, r):
@@ -160,6 +160,15 @@ def apply(value, how, k, M, outcomes):
         "+M": lambda: value + M,
         "max": lambda: max(value, 2 * k),
     }[how]()
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["16 & n", "n | 1", "1 | n", "n ^ 1", "1 << n", "n >> 1", "~n", "abs(n)", "2 ** n", "7 // n", "7 % n", "n.bit_length()"],
+)
+def test_no_other_arithmetic_gives_a_number_of_one_length(how):
+    with pytest.raises(Fixed):
+        eval(how, {"n": rows(Tokens(100, 65, 128))})
 
 
 def test_a_new_length_is_filled_in(chosen_anew, monkeypatch):

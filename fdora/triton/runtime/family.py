@@ -50,18 +50,24 @@ class Member(Plan):
 
 def plan_of(maker: Callable[..., Plan], likes: Sequence[Like | None], device: Device, options: tuple) -> Plan:
     """The plan of this call: of a family where its maker has them (op.py), else one of its own."""
-    bounds = axes = None
-    if likes[0] is not None and getattr(maker, "has_families", False) and len(likes[0].shape) > 1:
-        *before, count, _ = likes[0].shape
-        ahead = prod(before)
-        bounds = class_of(ahead * count)
-    if bounds is not None:
-        axes = _axes(likes, ahead * count)
+    x = likes[0]
+    if x is not None and len(x.shape) > 1 and getattr(maker, "has_families", False):
+        family = _family_of(maker, likes, x, device, options)
+        if family is not None and (member := family.member(x.shape[-2])) is not None:
+            return member
+    return maker(likes, device, *options)
+
+
+def _family_of(maker: Any, likes: Sequence[Like | None], x: Like, device: Device, options: tuple) -> Family | None:
+    """That of this call's class of lengths; None where a length has its own plan, or one cannot be written with `Rows`."""
+    ahead = prod(x.shape[:-2])
+    bounds = class_of(ahead * x.shape[-2])
+    axes = None if bounds is None else _axes(likes, x, ahead * x.shape[-2])
     if bounds is None or axes is None:
-        return maker(likes, device, *options)
+        return None
     least, most = -(-bounds[0] // ahead), bounds[1] // ahead
     key = maker, _of_length(likes, axes, most), device, options
-    family = _families.get(key, False)
+    family: Any = _families.get(key, False)
     if family is False:
         if len(_families) >= MOST:
             _families.clear()
@@ -71,15 +77,14 @@ def plan_of(maker: Callable[..., Plan], likes: Sequence[Like | None], device: De
         except Fixed:
             family = None
         _families[key] = family
-    return (family and family.member(count)) or maker(likes, device, *options)
+    found: Family | None = family
+    return found
 
 
-def _axes(likes: Sequence[Like | None], tokens: int) -> list[tuple[int, int]] | None:
-    """Of each, the axis of the tokens and how many times those of a sequence it has: as x, the first, has them, or all on the
-    first axis. (-1, 0) where it has none. None if another axis is as long."""
-    x, found = likes[0], []
-    assert x is not None
-    ahead, count = x.shape[:-1], x.shape[-2]
+def _axes(likes: Sequence[Like | None], x: Like, tokens: int) -> list[tuple[int, int]] | None:
+    """Of each, the axis of the tokens and how many times those of a sequence it has: as x has them, or all on the first
+    axis. (-1, 0) where it has none. None if another axis is as long."""
+    found, ahead, count = [], x.shape[:-1], x.shape[-2]
     for like in likes:
         shape = () if like is None else like.shape
         if len(shape) > 1 and shape[:-1] == ahead:

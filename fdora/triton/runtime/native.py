@@ -15,7 +15,6 @@ from fdora.triton.runtime.private import (
     CUDA_TYPE,
     Compiled,
     look_into,
-    packed,
     packing,
     tensor_map,
     walker,
@@ -44,7 +43,7 @@ def is_more_aligned(a: Any, given: Any) -> bool:
 def program(plan: Plan) -> Any:
     """Something to run; None while a kernel is not compiled; False where only the walk in Python can."""
     family, count = plan.family, plan.count
-    if family is not None and family.draft is not None and kinds_of(family.plan, count) == family.draft.kinds:
+    if family is not None and family.draft is not None and family.draft.serves(count):
         return family.draft.program(count, plan.results)
     if not _AVAILABLE or walker() is None or not _fits(plan, walker()):
         return False
@@ -53,7 +52,7 @@ def program(plan: Plan) -> Any:
         return None if kernels is None else False
     if family is None or family.draft is not None:
         return assemble(plan, kernels, walker(), _dummy(plan.device.gpu))
-    family.draft = Draft(family.plan, kernels, walker(), _dummy(plan.device.gpu), kinds_of(family.plan, count))
+    family.draft = Draft(family.plan, kernels, walker(), _dummy(plan.device.gpu), count)
     return family.draft.program(count, plan.results)
 
 
@@ -85,11 +84,12 @@ def assemble(plan: Plan, kernels: list[Compiled], module: Any, address: int) -> 
 
 
 class Draft:
-    """The Program of a plan, or those of a family's: what follows from the number of tokens is a function of it."""
+    """The Program of a plan, or those of a family's: what follows from the number of tokens is a function of it. ``count``: for
+    how many the kernels were compiled."""
 
-    def __init__(self, plan: Plan, kernels: list[Compiled], module: Any, address: int, kinds: Any = None):
+    def __init__(self, plan: Plan, kernels: list[Compiled], module: Any, address: int, count: int = 0):
         places, each = [offset for offset, _ in plan.temporaries], iter(kernels)
-        self.plan, self.module, self.kinds, self.owners = plan, module, kinds, tuple(c.owner for c in kernels)
+        self.plan, self.module, self.owners = plan, module, tuple(c.owner for c in kernels)
         self.steps: list[tuple] = []  # one as far as it is known, what is inside of it and where, and the functions of both
         for step in plan.steps:
             if isinstance(step, Product):
@@ -101,6 +101,15 @@ class Draft:
                 inside = _params(step, of, places, address)
                 place, known = 7, [of.function, *(*step.grid, 1, 1)[:3], of.threads, of.shared, step.pdl, None]
             self.steps.append((*_open(known), place, *_open(inside)) if inside is not None else (None,) * 5)
+        self.numbers = [*_numbers(plan).values()]
+        self.kinds = self.kinds_at(count)
+
+    def kinds_at(self, count: int) -> list[Any]:
+        return [_kind(number.at(count), unaligned) for number, unaligned in self.numbers]
+
+    def serves(self, count: int) -> bool:
+        """Whether Triton would compile no other kernels for so many tokens."""
+        return self.kinds_at(count) == self.kinds
 
     def program(self, count: int, results: Sequence[Allocation]) -> Any:
         steps: list[tuple] = []
@@ -146,17 +155,15 @@ def _kind(n: int, unaligned: bool) -> Any:
     return 1 if n == 1 else (n > 0x7FFFFFFF, n & 15 == 0 and not unaligned)
 
 
-def kinds_of(plan: Plan, count: int) -> list[Any]:
-    """Of all integers that follow from the number of tokens: kernels of one such number serve others with the same."""
-    found: dict[tuple[int, tuple, bool], Any] = {}
+def _numbers(plan: Plan) -> dict[tuple, tuple[Rows, bool]]:
+    """The arguments of launches that follow from the number of tokens, each once; and whether what 16 divides is no other."""
+    found = {}
     for step in launches_of(plan):
-        unaligned = getattr(step.kernel, "do_not_specialize_on_alignment", ())
+        names = getattr(step.kernel, "do_not_specialize_on_alignment", ())
         for name, a in zip(step.kernel.arg_names, step.args, strict=False):
             if isinstance(a, Rows):
-                key = a.plus, a.terms, name in unaligned
-                if key not in found:
-                    found[key] = _kind(a.at(count), key[2])
-    return [*found.values()]
+                found[a.plus, a.terms, name in names] = a, name in names
+    return found
 
 
 def _place(a: Array, places: list[int]) -> Any:
@@ -190,10 +197,8 @@ def _params(step: Launch, compiled: Compiled, places: list[int], address: int) -
 
 
 def _packed(kind: str, n: Any) -> Any:
-    if not isinstance(n, Rows):
-        return packed(kind, n)
-    pack, number = packing(kind), n.at
-    return lambda count: pack(number(count))
+    pack = packing(kind)
+    return (lambda count: pack(n.at(count))) if isinstance(n, Rows) else pack(n)
 
 
 def _map(how: dict, t: Array, place: Any, address: int) -> Any:

@@ -131,12 +131,8 @@ def _sizes(types: tuple[str, ...]) -> list[int] | None:
 _PACK = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f", "f32": "<f"}
 
 
-def packed(kind: str, value: Any) -> bytes:
-    return struct.pack(_PACK[kind], value)
-
-
 def packing(kind: str) -> Callable[[int], bytes]:
-    """The same of many values."""
+    """What gives the bytes of a number as a parameter of this type."""
     return struct.Struct(_PACK[kind]).pack
 
 

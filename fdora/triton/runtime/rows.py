@@ -147,7 +147,11 @@ class Rows(int):
     def _unknown(self, *_: Any) -> Any:
         raise Fixed(self.terms)
 
-    __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __lshift__ = __rshift__ = __or__ = bit_length = _unknown
+    # Of an int they would give plain numbers, true of one length alone. What divides to a float is a choice of speed.
+    __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __abs__ = bit_length = _unknown
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __or__ = __ror__ = __xor__ = __rxor__ = __rand__ = __invert__ = (
+        _unknown
+    )
 
 
 def rows(tokens: Tokens, plus: int = 0, *terms: Term) -> Any:
