@@ -107,7 +107,8 @@ def fingerprints_kernel(
 
 @triton.jit
 def _pitch(stride, UNIT: tl.constexpr):
-    """The distance of two rows: the compiler is to see that they begin at multiples of UNIT elements, 16 bytes."""
+    """The distance of two rows: the compiler is to see that they begin at multiples of UNIT elements, 16 bytes. (Not
+    ``tl.multiple_of``: up to Triton 3.6 it refuses a number out of a tuple.)"""
     return (stride // UNIT) * UNIT if UNIT else stride
 
 
@@ -178,7 +179,7 @@ def squares_of_item(t, L, i, partial, OF: tl.constexpr):
     B = tl.multiple_of(B, 16) if OF.UNIT_B else B
     N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
     if OF.UNIT_W and OF.UNIT_A:  # as many columns as that divides: a mask is the same for 16 bytes
-        K = tl.multiple_of(K, OF.UNIT_W)
+        K = _pitch(K, OF.UNIT_W)
     stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), OF.UNIT_W), tl.load(t + F_WK * L)
     stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), OF.UNIT_A), tl.load(t + F_AK * L)
     stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), OF.UNIT_B), tl.load(t + F_BR * L)
