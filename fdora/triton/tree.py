@@ -3,7 +3,7 @@
 The host writes a table of the layers once, and again where a pointer, a shape, a stride or s is another. Layers whose tiles
 run the same code, usually all, share a launch; 8-bit codes, which are decoded in registers, have one of their own. float32
 factors are split into float16 terms inside the kernel: of three products each is exact to 2^-22 of |b| |a|, as good as
-tf32x3, at half precision's speed and for any rank.
+tf32x3, at half precision's speed and for any rank. What scales the columns of a tile, a launch of its own has looked for.
 
 A norm depends on its layer alone: the same bits in another tree, with and without a state.
 """
@@ -22,7 +22,7 @@ from fdora import _facts
 from fdora._norm_cache import NormCache, hold, of_call
 from fdora._records import Norms
 from fdora._torch import capturing
-from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel
+from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel, tops_kernel
 from fdora.triton.op import op
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.cost import Cost
@@ -35,6 +35,7 @@ from fdora.triton.tree_table import CHUNK, FIELDS, Scales, Tensors, flops_of, la
 
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
+TOPS = 32  # programs of a layer, which take its tiles of columns in turns
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
 
 
@@ -104,7 +105,10 @@ def _plan(device: Any, launches: list[tuple], layers: int, partials: int, size: 
     of_all = {"table": table, "differs": differs, "partial": partial, "L": layers, "WORDS": WORDS}
     work = shared(work, launches)  # guarded, kernels see how much of it there is to do
     for first, count, items, of, config in launches:
-        given = of_all | {"first": first, "count": count, "OF": of, "BLOCK_L": power_of_two(count)}
+        given = of_all | {"first": first, "OF": of}
+        if of.SPLIT:
+            plan.launch(tops_kernel, (count, TOPS), given, num_warps=4, pdl=pdl, cost=Cost())
+        given |= {"count": count, "BLOCK_L": power_of_two(count)}
         grid = (min(items, config.PROGRAMS * device.num_sms),)
         plan.launch(norms_kernel, grid, given, config, pdl=pdl, cost=work)
     given = of_all | {"old": old, "new": new, "CHUNK": CHUNK, "BLOCK_N": ROOTS}

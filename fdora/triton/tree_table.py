@@ -43,6 +43,7 @@ FIELDS = (  # the rows of the table, in the order of F_ in kernels/tree.py
     "scales",
     "rows",
     "columns",
+    "tops",
 )
 CHUNK = 1024  # columns of an item: a few tiles, so that the sums in between are a thousandth of W
 MOST = 1024  # layers of a launch, whose item counts a program holds in registers
@@ -58,11 +59,13 @@ ALL = 1 << 30  # rows or columns
 
 
 def rows_of(W: Tensors, A: Tensors, B: Tensors, s: Scales, at: Sequence[int], capability: int) -> tuple[list[Row], int]:
-    """The columns of the table, those of one kernel side by side, and how many partial sums they have."""
+    """The columns of the table, those of one kernel side by side, and how many partial sums and tops."""
     rows = [_row(i, *layer, capability) for i, layer in enumerate(zip(W, A, B, s, at, strict=True))]
     rows.sort(key=lambda row: row.order)
     partials = 0
     for row in rows:
+        row.fields["tops"] = partials
+        partials += cdiv(row.fields["K"], row.kernel[1].BLOCK_K) if row.split else 0
         row.fields["partial"] = partials
         partials += row.fields["N"] * cdiv(row.fields["K"], CHUNK)
     return rows, partials
@@ -88,8 +91,8 @@ def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: in
     units = tuple(map(_unit, (W, A, B)))
     even = N % 128 == 0 and K % 128 == 0
     half = A.element_size() == B.element_size() == 2
-    # Hopper's tiles of half precision bear masks: no register more. A vision tower's 4304 x 1152 has them.
-    whole = all(units) and (even or (half and W.element_size() == 2 and 90 <= capability < 100))
+    # Hopper's tiles bear masks beside a W of half precision: nothing spills. A vision tower's 4304 x 1152 has them.
+    whole = all(units) and (even or (W.element_size() == 2 and 90 <= capability < 100))
     config = tree_config(R, half, W.element_size() <= 2, whole, capability)
     if code[0] and not (even and all(units)):  # masks of every element beside codes and split factors would spill
         config = config._replace(BLOCK_N=32)
@@ -100,8 +103,8 @@ def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: in
     sizes, strides = (*map(_address, (W, A, B)), N, K, R), (*W.stride(), *A.stride(), *B.stride())
     items, bits = cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), unpack("i", pack("f", s))[0]
     named_by = KIND + 16 * A.element_size() + 256 * B.element_size()
-    # 0: rows_of knows where partials begin
-    values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i, *shared)
+    # 0: rows_of knows where partials and tops begin
+    values = (*sizes, *strides, bits, items, 0, at, *_form(A), *_form(B), named_by, i, *shared, 0)
     fields = dict(zip(FIELDS, values, strict=True))
     return Row(tuple(map(str, (*of, *config))), (of, config), fields, split)
 

@@ -17,9 +17,13 @@ def test_tree(check, dtype):
     check("triton", dtype)
 
 
-@pytest.mark.parametrize(("N", "K", "r"), [(250, 200, 16), (80, 1096, 96), (304, 152, 128), (136, 648, 384)])
-def test_masked_tiles_of_hopper(N, K, r, monkeypatch):
-    """N and K of no whole tiles, rows of whole 16 bytes."""
+@pytest.mark.parametrize("adapter", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("N", "K", "r"), [(250, 200, 16), (80, 1096, 96), (304, 152, 128), (136, 648, 384), (130, 72, 64), (256, 1152, 40), (128, 256, 96)]
+)
+def test_tiles_of_hopper(N, K, r, adapter, monkeypatch):
+    """Also of N and K of no whole tiles, with rows of whole 16 bytes. Rows of B and columns of A differ by orders of magnitude: what
+    scales a tile of float32 A is one number."""
     from fdora.triton import tree
     from fdora.triton.runtime.device import Device
     from fdora.triton.tree_table import rows_of
@@ -30,8 +34,12 @@ def test_masked_tiles_of_hopper(N, K, r, monkeypatch):
     def draw(*shape):
         return torch.randn(shape, device=device.NAME).half()
 
-    W, params = [draw(N, K), draw(N, K) / 16], [F.DoraParams(draw(r, K) / 9, draw(N, r) / 9, None) for _ in range(2)]
-    of, config = rows_of(W[:1], [params[0].A], [params[0].B], [0.7], [0], 90)[0][0].kernel
-    assert {16: 16, 96: 128, 128: 128, 384: 64}[r] == config.BLOCK_R and not of.EVEN and of.UNIT_W == 8
-    for w, p, c in zip(W, params, F.dora_norm_tree(W, params, s=0.7, backend="triton"), strict=True):
-        torch.testing.assert_close(c.double(), reference.norm(w, p.A, p.B, 0.7), rtol=1e-6, atol=0)
+    sizes = torch.logspace(-3, 0.5, K, device=device.NAME)[torch.randperm(K)]
+    W, A = [draw(N, K), draw(N, K) / 16], [(draw(r, K) / 9 * sizes).to(adapter) for _ in range(2)]
+    B = [(draw(N, r) / 9 * torch.logspace(-3, 0, N, device=device.NAME)[:, None]).to(adapter) for _ in range(2)]
+    of, config = rows_of(W[:1], A[:1], B[:1], [0.7], [0], 90)[0][0].kernel
+    half = {16: 16, 96: 128, 128: 128, 384: 64, 64: 64, 40: 64}[r]
+    assert config.BLOCK_R == ({96: 32, 128: 32, 384: 32}.get(r, half) if of.SPLIT else half)
+    assert of.EVEN == (K % 128 == 0) and of.SPLIT == (adapter == torch.float32) and of.UNIT_W == 8
+    for w, a, b, c in zip(W, A, B, F.dora_norm_tree(W, list(zip(A, B, strict=True)), s=0.7, backend="triton"), strict=True):
+        torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=1e-6, atol=0)

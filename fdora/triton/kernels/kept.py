@@ -87,7 +87,7 @@ def kept_kernel(
         items = tl.load(t + F_ITEMS * L).to(tl.int32)
         item = tl.atomic_add(mine + 2 + turn, 1)
         while item < items:
-            squares_of_item(t, L, item, partial, OF)
+            squares_of_item(t, L, item, partial, None, OF)
             tl.debug_barrier()  # all threads have written theirs
             N, chunks = tl.load(t + F_N * L).to(tl.int32), tl.cdiv(tl.load(t + F_K * L), OF.CHUNK).to(tl.int32)
             block, at_c = item // chunks, tl.load(t + F_C * L)

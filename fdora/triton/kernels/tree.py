@@ -22,8 +22,8 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 (
     F_W, F_A, F_B, F_N, F_K, F_R, F_WN, F_WK, F_AR, F_AK, F_BN, F_BR,
-    F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF, F_SCALES, F_ROWS, F_COLUMNS,
-) = map(tl.constexpr, range(25))
+    F_S, F_ITEMS, F_PARTIAL, F_C, F_FORM_A, F_COUNT_A, F_FORM_B, F_COUNT_B, F_KIND, F_LEAF, F_SCALES, F_ROWS, F_COLUMNS, F_TOPS,
+) = map(tl.constexpr, range(26))
 WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words of 64 bits, or elements with their strides
 
 
@@ -134,43 +134,53 @@ def _load(at, in_i, in_j, EVEN_I: tl.constexpr, EVEN_J: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, AXIS: tl.constexpr):
-    """float32 x = (hi + lo) * scale to 2^-22 of the largest along AXIS: both float16, scale a power of two."""
-    factor, undo = scaling(tl.max(tl.abs(x), axis=AXIS, keep_dims=True))
-    x = x * factor
-    hi = x.to(tl.float16)
-    return hi, (x - hi.to(tl.float32)).to(tl.float16), undo
-
-
-@triton.jit
-def _terms(b, SPLIT: tl.constexpr):
-    """A slab of B as products take it; the same for all tiles of its rows where the slab holds the rank."""
-    if SPLIT:  # noqa: SIM108 (the compiler takes no such tuple from a conditional expression)
-        terms = _halves(b.to(tl.float32), 1)
+def _terms(x, factor, SPLIT: tl.constexpr):
+    """A slab as products take it. float32 x * factor = hi + lo to 2^-22 of what factor brings near 2^15: both float16."""
+    if SPLIT:
+        x = x.to(tl.float32) * factor
+        hi = x.to(tl.float16)
+        terms = hi, (x - hi.to(tl.float32)).to(tl.float16)
     else:
-        terms = b, b, b
+        terms = x, x
     return terms
 
 
 @triton.jit
 def _product(b, a, acc, SPLIT: tl.constexpr):
-    """acc + b a, of the terms of b. Of float32 factors three float16 products, scaled by what is in this slab."""
-    b_hi, b_lo, by_n = b
+    """acc + b a, of the terms of both: of float32 factors three float16 products."""
+    acc = tl.dot(b[0], a[0], acc)
     if SPLIT:
-        a_hi, a_lo, by_k = _halves(a.to(tl.float32), 0)
-        part = tl.dot(b_hi, a_hi)
-        part = tl.dot(b_hi, a_lo, part)
-        part = tl.dot(b_lo, a_hi, part)
-        acc += part * by_n * by_k
-    else:
-        acc = tl.dot(b_hi, a, acc)
+        acc = tl.dot(b[0], a[1], acc)
+        acc = tl.dot(b[1], a[0], acc)
     return acc
 
 
 @triton.jit
-def squares_of_item(t, L, i, partial, OF: tl.constexpr):
-    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With a CODE W is of 8 bits,
-    and so many rows and columns share a scale: a tile lies in one of these columns."""
+def _top_of_rows(p, stride_i, stride_j, in_i, J, OF: tl.constexpr):
+    """The largest |b| of each row, over the whole rank."""
+    top, j = zeros(OF.BLOCK_N), tl.arange(0, OF.BLOCK_R)
+    for j0 in range(0, J, OF.BLOCK_R):
+        at = _tile(p + j0 * stride_j, stride_i, stride_j, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
+        x = _load(at, in_i, (j < J - j0)[None, :], OF.EVEN, OF.EVEN_R)
+        top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), axis=1))
+    return top
+
+
+@triton.jit
+def _top_of_columns(p, stride_i, stride_j, I, in_j, OF: tl.constexpr):
+    """The largest |a| of a tile's columns, over the whole rank: one number, so that splitting a tile takes no reduction.
+    (With a scale for each column, r = 384 took 2.3 times as long, r = 64 1.2 times: bench/NOTES.md.)"""
+    top, i = zeros(OF.BLOCK_K), tl.arange(0, OF.BLOCK_R)
+    for i0 in range(0, I, OF.BLOCK_R):
+        at = _tile(p + i0 * stride_i, stride_i, stride_j, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
+        x = _load(at, (i < I - i0)[:, None], in_j, OF.EVEN_R, OF.EVEN)
+        top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), axis=0))
+    return tl.max(top, axis=0)
+
+
+@triton.jit
+def layer_of(t, L, OF: tl.constexpr):
+    """W, A and B of the layer whose column t is, each with its strides; its sizes."""
     W = tl.load(t + F_W * L).to(tl.pointer_type(tl.dtype(OF.DTYPE_W)))
     W = tl.multiple_of(W, 16) if OF.UNIT_W else W
     A = tl.load(t + F_A * L).to(tl.pointer_type(tl.dtype(OF.DTYPE_A)))
@@ -180,9 +190,22 @@ def squares_of_item(t, L, i, partial, OF: tl.constexpr):
     N, K, R = tl.load(t + F_N * L).to(tl.int32), tl.load(t + F_K * L).to(tl.int32), tl.load(t + F_R * L).to(tl.int32)
     if OF.UNIT_W and OF.UNIT_A:  # as many columns as that divides: a mask is the same for 16 bytes
         K = _pitch(K, OF.UNIT_W)
-    stride_wn, stride_wk = _pitch(tl.load(t + F_WN * L), OF.UNIT_W), tl.load(t + F_WK * L)
-    stride_ar, stride_ak = _pitch(tl.load(t + F_AR * L), OF.UNIT_A), tl.load(t + F_AK * L)
-    stride_bn, stride_br = _pitch(tl.load(t + F_BN * L), OF.UNIT_B), tl.load(t + F_BR * L)
+    W = W, _pitch(tl.load(t + F_WN * L), OF.UNIT_W), tl.load(t + F_WK * L)
+    A = A, _pitch(tl.load(t + F_AR * L), OF.UNIT_A), tl.load(t + F_AK * L)
+    B = B, _pitch(tl.load(t + F_BN * L), OF.UNIT_B), tl.load(t + F_BR * L)
+    return W, A, B, (N, K, R)
+
+
+@triton.jit
+def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
+    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With a CODE W is of 8 bits,
+    and so many rows and columns share a scale: a tile lies in one of these columns. ``tops``: where tops_kernel wrote, or
+    None: looked for here."""
+    of_w, of_a, of_b, sizes = layer_of(t, L, OF)
+    W, stride_wn, stride_wk = of_w
+    A, stride_ar, stride_ak = of_a
+    B, stride_bn, stride_br = of_b
+    N, K, R = sizes
     s = tl.load(t + F_S * L).to(tl.int32).to(tl.float32, bitcast=True)
 
     chunks = tl.cdiv(K, OF.CHUNK)
@@ -190,9 +213,12 @@ def squares_of_item(t, L, i, partial, OF: tl.constexpr):
     n, r = first_n + tl.arange(0, OF.BLOCK_N), tl.arange(0, OF.BLOCK_R)
     W += first_n.to(tl.int64) * stride_wn
     B += first_n.to(tl.int64) * stride_bn
+    by_n, by_k, undo_n, undo_k = 1.0, 1.0, 1.0, 1.0
+    if OF.SPLIT:
+        by_n, undo_n = scaling(_top_of_rows(B, stride_bn, stride_br, (n < N)[:, None], R, OF)[:, None])
     if OF.ONE_SLAB:
         at_b = _tile(B, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
-        b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], OF.EVEN, OF.EVEN_R), OF.SPLIT)
+        b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], OF.EVEN, OF.EVEN_R), by_n, OF.SPLIT)
     if OF.CODE != "":
         columns = tl.load(t + F_COLUMNS * L).to(tl.int32)
         at_scale = tl.load(t + F_SCALES * L).to(tl.pointer_type(tl.float32))
@@ -204,17 +230,25 @@ def squares_of_item(t, L, i, partial, OF: tl.constexpr):
         at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, OF.BLOCK_N, OF.BLOCK_K, OF.UNIT_W)
         w = _load(at_w, (n < N)[:, None], in_k, OF.EVEN, OF.EVEN)
         acc = zeros(OF.BLOCK_N, OF.BLOCK_K)
+        if OF.SPLIT:
+            if tops is None:
+                top = _top_of_columns(A + k0 * stride_ak, stride_ar, stride_ak, R, in_k, OF)
+            else:
+                top = tl.load(tops + tl.load(t + F_TOPS * L) + k0 // OF.BLOCK_K)
+            by_k, undo_k = scaling(top)
         if OF.ONE_SLAB:
             at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
             a = _load(at_a, (r < R)[:, None], in_k, OF.EVEN_R, OF.EVEN)
-            acc = _product(b, a, acc, OF.SPLIT)
+            acc = _product(b, _terms(a, by_k, OF.SPLIT), acc, OF.SPLIT)
         else:
             for r0 in range(0, R, OF.BLOCK_R):
                 at_b = _tile(B + r0 * stride_br, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
                 at_a = _tile(A + (r0 * stride_ar + k0 * stride_ak), stride_ar, stride_ak, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
                 b = _load(at_b, (n < N)[:, None], (r < R - r0)[None, :], OF.EVEN, OF.EVEN_R)
                 a = _load(at_a, (r < R - r0)[:, None], in_k, OF.EVEN_R, OF.EVEN)
-                acc = _product(_terms(b, OF.SPLIT), a, acc, OF.SPLIT)
+                acc = _product(_terms(b, by_n, OF.SPLIT), _terms(a, by_k, OF.SPLIT), acc, OF.SPLIT)
+        if OF.SPLIT:
+            acc = acc * undo_n * undo_k
         if OF.CODE != "":
             scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
             HOW: tl.constexpr = How(8, OF.CODE, False, 1, "block", False, True, OF.BY_BITS, 1, 1, OF.PTX)
@@ -227,10 +261,35 @@ def squares_of_item(t, L, i, partial, OF: tl.constexpr):
 
 
 @triton.jit
+def tops_kernel(
+    table,  # (FIELDS, L) int64
+    differs,  # (L, WORDS) int32, or None
+    partial,  # float32: of each layer, at its field tops, a number for each BLOCK_K columns
+    L, first,  # the first column of the table that this launch is for
+    OF: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):
+    """What scales A's tiles where factors are split, of all layers that changed."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    layer = first + tl.program_id(0)
+    t = table + layer
+    _, of_a, _, sizes = layer_of(t, L, OF)
+    A, stride_ar, stride_ak = of_a
+    _, K, R = sizes
+    if differs is not None:
+        K = tl.where(tl.max(tl.load(differs + layer * WORDS + tl.arange(0, WORDS)), axis=0) > 0, K, 0)
+    for k0 in range(tl.program_id(1) * OF.BLOCK_K, K, tl.num_programs(1) * OF.BLOCK_K):
+        in_k = (k0 + tl.arange(0, OF.BLOCK_K) < K)[None, :]
+        top = _top_of_columns(A + k0 * stride_ak, stride_ar, stride_ak, R, in_k, OF)
+        tl.store(partial + tl.load(t + F_TOPS * L) + k0 // OF.BLOCK_K, top)
+
+
+@triton.jit
 def norms_kernel(
     table,  # (FIELDS, L) int64
     differs,  # (L, WORDS) int32, or None
-    partial,  # float32: (chunks of K, N) for each layer, one layer after the other
+    partial,  # float32, one layer after the other: what tops_kernel left, if factors are split, and (chunks of K, N) sums
     L, first, count,  # the columns of the table that this launch is for
     OF: tl.constexpr, BLOCK_L: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -247,7 +306,7 @@ def norms_kernel(
     for item in range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0)):
         before = ends <= item
         t = table + first + tl.sum(before.to(tl.int32), axis=0)
-        squares_of_item(t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial, OF)
+        squares_of_item(t, L, item - tl.max(tl.where(before, ends, 0), axis=0), partial, partial, OF)
 
 
 @triton.jit

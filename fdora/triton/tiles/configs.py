@@ -114,11 +114,9 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
         if r <= 32:
             return TreeConfig(64, 64, max(16, power_of_two(r)), 4, 3, 3, 8)
         if r <= 64:
-            return TreeConfig(128, 128, 64, 8, 2, 2, 2)
-        if r <= 128:
-            return TreeConfig(64, 64, 128, 4, 3, 2, 4)
-        if r % 64 == 0:
-            return TreeConfig(64, 64, 64, 4, 2, 0, 4)
+            return TreeConfig(128, 64, 64, 4, 3, 3, 4)
+        if r % 32 == 0:
+            return TreeConfig(128, 128, 32, 8, 3, 0, 4)
     block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill
     if half and half_weight:
         return TreeConfig(128, 128, block_r, 8, 3)
