@@ -97,9 +97,9 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
     0.612, in slabs of 32 0.689; r = 128: 0.269, 0.288, 0.330, 0.340, and in one slab with three tiles of W ahead 128 x 64 by 8
     warps 0.161, 64 x 64 0.184 (h200/norm_model_128.json).
 
-    float32 A and B there, where splitting them weighs more than the products (bench/NOTES.md): r = 64 128 x 128 with two of
-    W ahead 0.533, 64 x 64 0.588, 64 x 128 in slabs of 32 1.69; r = 16 64 x 64 0.284; r = 128 in one slab 64 x 64 0.741,
-    128 x 64 0.854; r = 384 64 x 64 in slabs of 64 4.33, 64 x 128 in slabs of 32 8.96, 128 x 128 3.22, but that spills.
+    float32 A and B there, of three products: r = 16 128 x 64 0.175, 64 x 64 0.179; r = 32 0.221, 0.257; r = 64 128 x 64 by 4
+    warps with three of W ahead 0.306, by 8 0.379, 128 x 128 0.405; r = 128 128 x 64 by 8 warps 0.632, 64 x 64 0.680, 128 x 128
+    in slabs of 32 0.749; r = 384 128 x 128 in slabs of 32 1.77, of 64 1.71, but that spills.
     """
     if not whole:
         return TreeConfig(64, 64, 16, 8, 2)
@@ -111,10 +111,10 @@ def tree_config(r: int, half: bool, half_weight: bool, whole: bool, capability: 
         if r % 64 == 0:
             return TreeConfig(64, 128, 64, 4, 3, 0, 4)
     if half_weight and 90 <= capability < 100:
-        if r <= 32:
-            return TreeConfig(64, 64, max(16, power_of_two(r)), 4, 3, 3, 8)
         if r <= 64:
-            return TreeConfig(128, 64, 64, 4, 3, 3, 4)
+            return TreeConfig(128, 64, max(16, power_of_two(r)), 4, 3, 3, 4)
+        if r <= 128:
+            return TreeConfig(128, 64, 128, 8, 3, 3, 2)
         if r % 32 == 0:
             return TreeConfig(128, 128, 32, 8, 3, 0, 4)
     block_r = 32 if r % 32 == 0 or (half and r > 16) else 16  # masks of a wide slab beside the split would spill
