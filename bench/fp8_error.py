@@ -1,4 +1,4 @@
-"""What ``compute="fp8"`` loses: x (and dz) as 8-bit numbers, against float64 on the same decoded weight.
+"""What ``compute`` of "fp8", "mxfp8" and "nvfp4" lose: x (and dz) in 8 or 4 bits, against float64 on the same decoded weight.
 
     python -m bench.fp8_error [--json FILE]
 
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 
 from bench.suite import Suite
 from fdora.functional import DoraLayer, dora_linear, dora_mlp, dora_norm
-from fdora.quant import quantize
+from fdora.quant import from_mxfp8, quantize
 
 SCALES = {"tensor": None, "row": "row", "128 x 128": (128, 128)}
+SCALED = ("mxfp8", "nvfp4")
 INPUTS = ("normal", "tokens of many sizes", "large columns")
 OUTLIERS = (1, 10, 30, 100, 300, 1000)
 WAYS = {"bf16": {}, "fp8": {"compute": "fp8"}, "fp8 both ways": {"compute": "fp8", "grad_compute": "fp8"}}
@@ -38,10 +39,20 @@ def inputs(kind, M, K):
     return x.bfloat16()
 
 
+def coded(dense, scale):
+    if scale in SCALES:
+        return quantize(dense, "fp8", block=SCALES[scale], dtype=torch.bfloat16)
+    if scale == "nvfp4":
+        return quantize(dense, scale, dtype=torch.bfloat16)
+    wide = dense.unflatten(1, (-1, 32))
+    powers = torch.exp2((wide.abs().amax(2) / 448).log2().ceil())
+    return from_mxfp8((wide / powers[..., None]).flatten(1).to(torch.float8_e4m3fn), powers.to(torch.float8_e8m0fnu))
+
+
 def layer(scale, N, K, r):
     """A dense W, and the layer of its codes."""
     dense = torch.randn(N, K) / K**0.5
-    W = quantize(dense, "fp8", block=SCALES[scale], dtype=torch.bfloat16)
+    W = coded(dense, scale)
     A, B = torch.randn(r, K) / K**0.5, torch.randn(N, r) / (50 * r**0.5)
     return dense, DoraLayer(W, A, B, dora_norm(W, A, B, s=S) * (1 + 0.05 * torch.randn(N)), S)
 
@@ -57,11 +68,11 @@ def relative(found, truth, unit=None):
 
 
 def errors(scale, kind, M, N, K, r):
-    """In the Frobenius norm: of "fp8", of bfloat16, and of the quantised weight against the one before."""
+    """In the Frobenius norm: of "fp8" or such, of bfloat16, and of the quantised weight against the one before."""
     dense, la = layer(scale, N, K, r)
-    x = inputs(kind, M, K)
+    x, of = inputs(kind, M, K), "fp8" if scale in SCALES else scale
     truth = exact(x, la)
-    lost = {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth) for how in ("fp8", None)}
+    lost = {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth) for how in (of, None)}
     return lost | {"weight": relative(exact(x, la, dense), truth)}
 
 
@@ -115,6 +126,8 @@ def measure(run):
     for scale, times in product(SCALES, OUTLIERS):
         run.add({"scales": scale, "times": times} | with_outlier(scale, times, M, N, K, r), part="outliers")
     run.add(*by_depth(run.options.layers, M // 2, K // 8, N, r), part="depth")
+    for kind, scale in product(INPUTS, SCALED):
+        run.add({"x": kind, "scales": scale} | errors(scale, kind, *sizes.values()), part="scaled")
     run.set(sizes=sizes)
 
 

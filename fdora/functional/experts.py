@@ -28,7 +28,7 @@ from fdora.autograd.quant import is_whole
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels, check_one, check_stacks, scaling_of
 from fdora.functional.layer import DoraLayer, parts, tensors_of
-from fdora.functional.linear import cast_x, check_computes, dora_linear, in_sums, on_gpu, save_for_dm
+from fdora.functional.linear import BLACKWELL, COMPUTES, cast_x, check_computes, dora_linear, in_sums, on_gpu, save_for_dm
 from fdora.quant import QuantWeight, cut
 from fdora.quant.part import experts_of
 
@@ -152,8 +152,9 @@ def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) 
 
 def check_codes(fn: str, asked: tuple[Any, Any], x: Tensor, weights: dict[str, Any], experts: int, name: str) -> None:
     """Of products of codes. An expert is a cut of them."""
-    if asked[0] == "mxfp8":
-        raise fail(fn, "compute", "None or 'fp8'", "'mxfp8'", "dora_linear has it.")
+    for which, compute in zip(COMPUTES, asked, strict=True):
+        if compute in BLACKWELL:
+            raise fail(fn, which, "None or 'fp8'", repr(compute), "dora_linear has it.")
     check_computes(asked, x, weights, "lora")
     on_gpu(fn, asked, x, name)
     for of, W in weights.items():

@@ -29,7 +29,7 @@ from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
 from fdora.functional.group import dora_linear_group
-from fdora.functional.linear import COMPUTES, dora_linear
+from fdora.functional.linear import COMPUTES, dora_linear, least_of
 from fdora.functional.merge import dora_merge, dora_unmerge
 from fdora.functional.mlp import dora_mlp
 from fdora.functional.multi import dora_linear_multi
@@ -100,9 +100,12 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         assert rates is not None
         on = triton.device.of_gpu(0, rates.capability, rates.num_sms)
     noted, first, saved, out = record(fn, call, on, autocast)
-    for which in COMPUTES:
-        if call.arguments.get(which) is not None and on.gpu >= 0 and on.capability < 89:
-            raise fail(fn.__name__, which, "None on this GPU", "'fp8'", "It needs an NVIDIA GPU of sm_89 or newer.")
+    computes = {which: compute for which in COMPUTES if (compute := call.arguments.get(which)) is not None}
+    major, minor = least_of([*computes.values()])
+    for which, compute in computes.items():
+        if on.gpu >= 0 and on.capability < 10 * major + minor:
+            remedy = f"It needs an NVIDIA GPU of sm_{major}{minor} or newer."
+            raise fail(fn.__name__, which, "None on this GPU", repr(compute), remedy)
     notes = _notes(fn, call.arguments, noted.plans[:first], noted.plans[first:], bool(saved))
     plans = tuple(triton.describe.describe(plan, rates) for plan in noted.plans[: None if backward else first])
     kept = _kept(fn, call.arguments, noted, saved, out)

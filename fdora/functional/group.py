@@ -38,8 +38,8 @@ def dora_linear_group(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
-    compute: Literal["fp8", "mxfp8"] | None = None,
-    grad_compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8", "nvfp4"] | None = None,
+    grad_compute: Literal["fp8", "mxfp8"] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
     """DoRA layers on the same x (q, k and v; gate and up): ``y_i = g_i * (x @ W_i.T + s_i * (x @ A_i.T) @ B_i.T) + bias_i``.

@@ -42,8 +42,8 @@ def dora_linear(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
-    compute: Literal["fp8", "mxfp8"] | None = None,
-    grad_compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8", "nvfp4"] | None = None,
+    grad_compute: Literal["fp8", "mxfp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A DoRA layer: ``y = g * (x @ W.T + s * (x @ A.T) @ B.T) + bias`` with ``g = m / ||W + s * B @ A||`` per row.
@@ -81,10 +81,12 @@ def dora_linear(
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
         On a GPU up to 64 tokens are multiplied by the decoded W, which is faster, and so are shapes without a kernel. "mxfp8":
-        W has e8m0 scales of 32 columns each, and x gets such; Blackwell's tensor cores multiply with them. Never run on a GPU.
+        W has e8m0 scales of 32 columns each, and x gets such; Blackwell's tensor cores multiply with them. "nvfp4": W is of
+        that kind, and x gets e2m1 codes with an e4m3 scale for each 16, and a float32 one for a token, which loses about 10 %.
+        Neither ever ran on a GPU.
       grad_compute: "fp8" does the same in backward, for the same x and W: dz = g dy is rounded to e4m3 for dx's product with
         W, which loses about as much. The gradients of A, B, m and bias read dz itself. A GPU that is neither sm_90 nor sm_100
-        decodes W.
+        decodes W. "mxfp8" likewise on Blackwell: W's codes get scales of 32 rows; under dropout W is decoded.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 
     Returns:
@@ -230,6 +232,7 @@ def saved_as(anything: bool, pre_scale: bool) -> SaveForDm:
 
 HALF = (torch.float16, torch.bfloat16)
 COMPUTES = ("compute", "grad_compute")
+BLACKWELL = {"mxfp8": "fdora.quant.from_mxfp8(codes, scale)", "nvfp4": "fdora.quant.quantize(W, 'nvfp4')"}
 
 
 def check_computes(asked: Sequence[Any], x: Tensor, weights: dict[str, Any], mode: str) -> None:
@@ -240,18 +243,19 @@ def check_computes(asked: Sequence[Any], x: Tensor, weights: dict[str, Any], mod
 
 
 def _check_compute(fn: str, of: str, compute: Any, x: Tensor, W: Any, mode: str) -> None:
-    mx = of == "compute" and compute == "mxfp8"
-    if compute != "fp8" and not mx:
-        want = "None, 'fp8' or 'mxfp8'" if of == "compute" else "None or 'fp8'"
+    known = ("fp8", *BLACKWELL) if of == "compute" else ("fp8", "mxfp8")
+    if compute not in known:
+        want = f"{', '.join(map(repr, (None, *known[:-1])))} or {known[-1]!r}"
         raise fail(fn, of, want, repr(compute), "None multiplies in the dtype of x.")
-    facts = getattr(W, "facts", None)
-    if not isinstance(facts, Codes8) or facts.code != "e4m3" or facts.unit != 1.0:
-        have = f"{compute!r} with {f'one of kind {W.kind}' if isinstance(W, QuantWeight) else 'a tensor'}"
+    facts: Any = getattr(W, "facts", None)
+    scaled = compute in BLACKWELL
+    have = f"{compute!r} with {f'one of kind {W.kind}' if isinstance(W, QuantWeight) else 'a tensor'}"
+    if scaled and getattr(W, "kind", "") != compute:
+        remedy = f"Pass {BLACKWELL[compute]} for W."
+        raise fail(fn, of, f"None for a W that is not {compute.upper()}", have, remedy)
+    if not scaled and not (isinstance(facts, Codes8) and facts.code == "e4m3" and facts.unit == 1.0):
         raise fail(fn, of, "None for a W that is not of e4m3 codes", have, "Pass fdora.quant.quantize(W, 'fp8') for W.")
-    if mx and W.kind != "mxfp8":
-        remedy = "Pass fdora.quant.from_mxfp8(codes, scale) for W."
-        raise fail(fn, of, "None for a W that is not MXFP8", f"'mxfp8' with one of kind {W.kind}", remedy)
-    if not mx and facts.scale == "block" and facts.block[1] % 128:
+    if not scaled and facts.scale == "block" and facts.block[1] % 128:
         raise fail(fn, of, "None for scales of so few columns", f"'fp8' with {facts.block}", "Blocks of 128 are served.")
     if x.dtype not in HALF:
         raise fail(fn, of, "None for an x that is not half precision", f"{compute!r} with {name(x.dtype)}", "Cast x and W.")
@@ -260,11 +264,16 @@ def _check_compute(fn: str, of: str, compute: Any, x: Tensor, W: Any, mode: str)
         raise fail(fn, of, "None for dropout_mode='peft'", repr(compute), remedy)
 
 
+def least_of(asked: Sequence[Any]) -> tuple[int, int]:
+    """The first GPUs that have such products."""
+    return (10, 0) if any(compute in BLACKWELL for compute in asked) else (8, 9)
+
+
 def on_gpu(fn: str, asked: Sequence[Any], x: Tensor, backend: str) -> tuple[bool, bool]:
     """Which of them are asked for, where the GPU of x has such products."""
     compute, grad = asked[0] is not None, asked[1] is not None
     if (compute or grad) and backend == "triton" and x.device.type == "cuda":
-        least = (10, 0) if asked[0] == "mxfp8" else (8, 9)
+        least = least_of(asked)
         if torch.version.hip or torch.cuda.get_device_capability(x.device) < least:
             gpu, at = torch.cuda.get_device_name(x.device), int(not compute)
             remedy = f"It needs an NVIDIA GPU of sm_{least[0]}{least[1]} or newer."

@@ -30,8 +30,8 @@ def dora_mlp(
     mask_origin: tuple[int, int] | None = None,
     keep_inner: bool = False,
     detach: bool = True,
-    compute: Literal["fp8", "mxfp8"] | None = None,
-    grad_compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8", "nvfp4"] | None = None,
+    grad_compute: Literal["fp8", "mxfp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """A gated MLP of DoRA layers: ``y = down(f(gate(x)) * up(x))``, each layer as in :func:`dora_linear`.

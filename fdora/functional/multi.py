@@ -39,8 +39,8 @@ def dora_linear_multi(
     dropout_mode: Literal["lora", "peft"] = "lora",
     seed: int | Tensor | Sequence[int | Tensor] | None = None,
     ranks: Sequence[int] | None = None,
-    compute: Literal["fp8", "mxfp8"] | None = None,
-    grad_compute: Literal["fp8"] | None = None,
+    compute: Literal["fp8", "mxfp8", "nvfp4"] | None = None,
+    grad_compute: Literal["fp8", "mxfp8"] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Many DoRA adapters on one W: ``y_t = g_a * (x_t @ W.T + s_a * (x_t @ A_a.T) @ B_a.T) + bias``, a: the adapter of token t.
@@ -78,7 +78,7 @@ def dora_linear_multi(
         ids, among its tokens): they are those of a call of its own. None draws G seeds.
       ranks: each adapter's own rank. Rows of A and columns of B beyond it are not read, and their gradients are 0. None reads
         all of r: padding of zeros gives the same numbers.
-      compute: None, "fp8" or "mxfp8" as of :func:`dora_linear`: x is rounded once, for the product with W of all tokens.
+      compute: None, "fp8", "mxfp8" or "nvfp4" as of :func:`dora_linear`: x is rounded once, for the product of all tokens.
       grad_compute: the same of backward, for dx.
       backend: "auto", "eager" or "triton"; :func:`select_backend` tells what "auto" picks.
 

@@ -51,7 +51,7 @@ __all__ = [
     "loses_inner",
 ]
 
-Computes = tuple[Literal["fp8", "mxfp8"] | None, Literal["fp8"] | None]
+Computes = tuple[Literal["fp8", "mxfp8", "nvfp4"] | None, Literal["fp8", "mxfp8"] | None]
 NOTHING_DROPPED = Dropout(0.0, "lora")
 
 

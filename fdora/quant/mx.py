@@ -71,7 +71,7 @@ def from_nvfp4(
       dtype: that the weight stands for.
 
     Returns:
-      ``QuantWeight`` of kind nvfp4. It is decoded in float32.
+      ``QuantWeight`` of kind nvfp4, which ``compute="nvfp4"`` multiplies as it is. It is decoded in float32.
 
     Raises:
       FdoraError: a dtype, a shape or a device is another.

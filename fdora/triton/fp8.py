@@ -13,6 +13,10 @@ nobody had asked for codes. e4m3 products want sm_89; without TMA pointers bring
 Tensor cores take codes along the sum alone, which backward runs over the rows of W: its codes are turned in a pass of their own
 for each call, 2 bytes a weight moved and 1 of temporary memory, unless W keeps them so (quant.with_transpose). dh A is inside
 of the product; under dropout its sum comes first, is masked, and counts in units of the scales from there on.
+
+MXFP8 and NVFP4 are multiplied by the scaled products of Blackwell (sm_100 and newer; compiled, never run), where both operands
+have a scale for 32 or 16 numbers along the sum. Pointers bring their tiles. For dx W's codes get other scales as they are
+turned; NVFP4, which that would round a second time, has no such dx.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fdora.quant import Lut4
 from fdora.triton.codes import groups_of, has_ptx
 from fdora.triton.copy import in_dtype, stacked
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, Scales, by_tma, gemm
@@ -29,6 +34,7 @@ from fdora.triton.kernels.fp8 import (
     fp8_gemm_kernel,
     fp8_rows_kernel,
     mx_rows_kernel,
+    nv_rows_kernel,
     turn_kernel,
 )
 from fdora.triton.runtime.builder import Builder, named
@@ -39,11 +45,17 @@ from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import fp8_config, grouped_fp8
 from fdora.triton.tiles.product import Ask
 
-BLOCK, TOKENS, ALL, TURNED, MX = 128, 16, 1 << 30, 128, 32
+BLOCK, TOKENS, ALL, TURNED, MX, NV = 128, 16, 1 << 30, 128, 32, 16
 TILE_OF_MX = GemmConfig(False, 128, 128, 128, 8, False, False, 8, 3)  # no GPU has timed it
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 FORWARD = "x as e4m3 codes, then one fused product of codes; low-rank term and g inside"
+FORWARD4 = FORWARD.replace("e4m3", "e2m1")
 BACKWARD = "dz as e4m3 codes, one fused product of codes for dx"
+
+
+def way_of(W: Any) -> str:
+    """What a forward by such a product does, in words."""
+    return FORWARD4 if columns_of(W) == NV else FORWARD
 
 
 class Other(NamedTuple):
@@ -79,18 +91,32 @@ def quantised(
 
 def columns_of(W: Any) -> int:
     """Of x that share a scale in a product with W; 0: all."""
+    if isinstance(W.form, Lut4):
+        return NV
     return 0 if W.form.scale != "block" else min(BLOCK, W.form.block[1])
 
 
-def x_of(plan: Builder, x: Array, W: Any) -> tuple[Array, Array]:
+def x_of(plan: Builder, x: Array, W: Any) -> tuple[Array, ...]:
     """x as codes for a product with W."""
-    if columns_of(W) != MX:
-        return quantised(plan, x, columns_of(W) > 0)
-    (M, K), groups = x.shape, cdiv(x.shape[1], MX)
+    columns, (M, K) = columns_of(W), x.shape
+    if columns == MX:
+        return of_powers(plan, x)
+    if columns != NV:
+        return quantised(plan, x, columns > 0)
+    out, scale, whole = plan.temp((M, K // 2), torch.uint8), plan.temp((M, cdiv(K, NV)), torch.uint8), plan.temp((M,))
+    args = {"x": x, "out": out, "scale": scale, "whole": whole, "K": K, "groups": scale.shape[1]}
+    args |= {"PTX": has_ptx(plan.device.capability), "BLOCK_K": min(4096, power_of_two(K))}
+    plan.launch(nv_rows_kernel, (M,), args)
+    return out, scale, whole
+
+
+def of_powers(plan: Builder, x: Array, by: Array | None = None) -> tuple[Array, Array]:
+    """(M, K) -> e4m3 codes, and the exponents (M, K / 32) of 32 columns each. ``by``: x is the codes of a W turned."""
+    (M, K), groups, rows = x.shape, cdiv(x.shape[1], MX), TOKENS if by is None else BLOCK
     out, scale = plan.temp((M, K), E4M3), plan.temp((M, groups), torch.uint8)
-    args = {"x": x, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K, "groups": groups}
-    args |= {"PTX": has_ptx(plan.device.capability), "BLOCK_M": TOKENS, "BLOCK": BLOCK}
-    plan.launch(mx_rows_kernel, (cdiv(M, TOKENS), cdiv(K, BLOCK)), args)
+    args = {"x": x, "by": by, "out": out.words((M, K), (K, 1), torch.uint8), "scale": scale, "M": M, "K": K, "groups": groups}
+    args |= {"along": cdiv(M, MX), "PTX": has_ptx(plan.device.capability), "BLOCK_M": rows, "BLOCK": BLOCK}
+    plan.launch(mx_rows_kernel, (cdiv(M, rows), cdiv(K, BLOCK)), args)
     return out, scale
 
 
@@ -102,11 +128,15 @@ def scaled_by(W: Any) -> tuple[int, int]:
 def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None) -> GemmConfig | None:
     """The tile of a forward by such a product; None where W is decoded."""
     (N, K), on = W.shape, plan.device
-    if columns_of(W) == MX:
-        return TILE_OF_MX if x.shape[0] > LIMIT and (on.capability >= 100 or INTERPRETED) else None
+    if columns_of(W) in (MX, NV):
+        return _tile_of_scaled(plan, x)
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
     tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
     return fp8_config(Ask(int(x.shape[0]), N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
+
+
+def _tile_of_scaled(plan: Builder, x: Array) -> GemmConfig | None:
+    return TILE_OF_MX if x.shape[0] > LIMIT and (plan.device.capability >= 100 or INTERPRETED) else None
 
 
 class Low(NamedTuple):
@@ -119,7 +149,7 @@ class Low(NamedTuple):
 def y_of_codes(
     plan: Builder,
     y: Array,
-    x: tuple[Array, Array],
+    x: tuple[Array, ...],
     W: Any,
     config: GemmConfig,
     low: Low | None = None,
@@ -127,22 +157,48 @@ def y_of_codes(
     pre: Array | None = None,
 ) -> None:
     """``x``: its codes and their scales. Without ``low`` x W^T alone."""
-    (x8, of_token), (rows, columns), (h, B) = x, scaled_by(W), low or (None, None)
+    x8, of_token, *whole = x
+    if whole:
+        (N, K), (scale, w_whole, *_) = W.shape, W.rest
+        codes, scales = W.codes.words((N, K // 2), (K // 2, 1), torch.uint8), Scales(of_token, scale, groups_of(W), 1, NV // 2)
+        _by_pointers(plan, y, x8, codes, config, scales, low, end, pre, (*whole, w_whole, W.form.scales == "e4m3/global"))
+        return
+    rows, columns = scaled_by(W)
     codes = W.codes.words(W.shape, W.codes.stride, E4M3)
     scales = Scales(of_token, W.rest[0], groups_of(W) if columns else 1, rows, columns)
     if config.tma:
+        h, B = low or (None, None)
         right = Operand(codes, B, trans=True)
         gemm(plan, y, x8, h, right, end, pre_scale=pre, config=config, scales=scales)
         return
-    given = {"x": x8, "w": codes, "h": h, "b": B, "out": y, "pre_scale": pre, "EPILOGUE": end.kind}
-    given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x8.shape[0], **named("N K", W.shape)}
+    _by_pointers(plan, y, x8, codes, config, scales, low, end, pre)
+
+
+def _by_pointers(
+    plan: Builder,
+    out: Array,
+    x: Array,
+    w: Array,
+    config: GemmConfig,
+    scales: Scales,
+    low: Low | None,
+    end: Epilogue = NO_EPILOGUE,
+    pre: Array | None = None,
+    whole: tuple[Any, ...] = (None, None, False),
+) -> None:
+    """``whole``: scales of tokens and of all W beside the others, and whether that divides."""
+    h, B = low or (None, None)
+    given: dict[str, Any] = {"x": x, "w": w, "h": h, "b": B, "out": out, "pre_scale": pre, "EPILOGUE": end.kind}
+    given |= {**named("stride_bn stride_br", B.stride if B else (None, None)), "M": x.shape[0], **named("N K", w.shape)}
     r = h.shape[1] if h else 0
-    given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r)))}
+    given |= {"R": r, "BLOCK_R": min(64, power_of_two(max(1, r))), **named("x_whole w_whole DIVIDES", whole)}
     plan.launch(fp8_gemm_kernel, "MN", given, end, config, scales)
 
 
-def codes_config(plan: Builder, W: Any, r: int, dx: Array) -> GemmConfig | None:
-    """The tile of such a product; None where W is decoded."""
+def codes_config(plan: Builder, W: Any, r: int, dx: Array, masked: bool = False) -> GemmConfig | None:
+    """The tile of such a product; None where W is decoded. ``masked``: the term of low rank is."""
+    if columns_of(W) == MX:
+        return None if masked else _tile_of_scaled(plan, dx)
     (M, K), form, on = dx.shape, W.form, plan.device
     N, (rows, columns) = W.shape[0], form.block if form.scale == "block" else (0, ALL)
     config = fp8_config(Ask(int(M), K, N, r, True, False, True, on.capability, on.num_sms), columns, rows)
@@ -209,16 +265,30 @@ def for_dx(plan: Builder, dz: Array, W: Any, ends: Array | None = None) -> tuple
 
 def dz_of_codes(plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig) -> None:
     """dz W alone."""
+    if columns_of(W) == MX:
+        return _dx_of_powers(plan, dx, dz, W, config)
     dz8, codes, scales = for_dx(plan, dz, W)
     gemm(plan, dx, dz8, None, Operand(codes, None, trans=True), config=config, scales=scales)
 
 
+def _dx_of_powers(
+    plan: Builder, dx: Array, dz: Array, W: Any, config: GemmConfig, low: Low | None = None, end: Epilogue = NO_EPILOGUE
+) -> None:
+    """W's codes turned have scales of 32 rows each, where its own are of 32 columns: most codes are the same."""
+    dz8, of_token = of_powers(plan, dz)
+    codes, scale = of_powers(plan, W.codes.words(W.shape, W.codes.stride, E4M3).T, W.rest[0])
+    _by_pointers(plan, dx, dz8, codes, config, Scales(of_token, scale, scale.shape[1], 1, MX), low, end)
+
+
 def dx_of_codes(plan: Builder, of: Any, dz: Array, dh: Array, config: GemmConfig) -> str:
     dx, la = of.dx, of.la
+    end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
+    if columns_of(la.W) == MX:
+        _dx_of_powers(plan, dx, dz, la.W, config, Low(dh, in_dtype(plan, la.A, dz.dtype).T), end)
+        return BACKWARD
     dz8, codes, scales = for_dx(plan, dz, la.W)
     # by rows of A the largest ranks spill 16 bytes on sm_100
     A = stacked(plan, [la.A.T], dz.dtype) if plan.device.capability >= 100 else in_dtype(plan, la.A, dz.dtype).T
     right = Operand(codes, A, trans=True)
-    end = Epilogue("accumulate", residual=dx) if of.accumulate else NO_EPILOGUE
     gemm(plan, dx, dz8, dh, right, end, Masked(la.seed, of.dropout.p), config=config, scales=scales)
     return BACKWARD

@@ -12,7 +12,7 @@ from fdora.triton.copy import cast_together, copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
 from fdora.triton.dropout import drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
-from fdora.triton.fp8 import FORWARD, Low, columns_of, tile_of_codes, x_of, y_of_codes
+from fdora.triton.fp8 import FORWARD, FORWARD4, Low, columns_of, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
@@ -38,7 +38,7 @@ def forward(
     fp8: bool = False,
 ) -> None:
     """All layers on x: also the two halves of an MLP (mlp.py). One layer may have a residual, (M, N) like its y, to add.
-    ``fp8``: every W is of e4m3 codes, which those with an adapter multiply by codes of x (fp8.py)."""
+    ``fp8``: every W is of e4m3 codes, or NVFP4, which those with an adapter multiply by codes of x (fp8.py)."""
     half = x.dtype != torch.float32
     cast_together(plan, layers)
     both = [*zip(layers, out, strict=True)]
@@ -53,7 +53,7 @@ def forward(
     if at_once:  # one product reads x once
         assert h is not None
         plan.product(h, x, stacked(plan, [la.A for la in adapted], x.dtype).T, scalars[0])
-    how, rounded = "nothing", dict[int, tuple[Array, Array]]()
+    how, rounded = "nothing", dict[int, tuple[Array, ...]]()
     for la, s, each, tile, small, with_norm in zip(layers, scalars, out, codes, few, inside, strict=True):
         if each.c is not None:
             la = la._replace(c=each.c)
@@ -65,7 +65,7 @@ def forward(
                 rounded[columns] = x_of(plan, x, la.W)
             low, end = Low(each.h, in_dtype(plan, la.B, x.dtype)), Epilogue("scale", la.m, la.c, la.bias)
             y_of_codes(plan, each.y, rounded[columns], la.W, tile, low, end, each.pre_scale)
-            how = FORWARD
+            how = way_of(la.W)
         elif la.A is None:
             _frozen_forward(plan, x, la, each.y)
         elif with_norm or (small and la.seed is None):  # it forms h in passing, faster than it could read one
@@ -95,7 +95,7 @@ def _path(x: Array, how: str, few: bool, inside: bool, packed: list[Any], norms:
     elif few:
         path = f"few tokens: one pass over W; up to {LIMIT} tokens reading it is what a call costs"
     else:
-        path = how if how is FORWARD else f"x A^T, then the product; {how}; {why_many(x)}"
+        path = how if how in (FORWARD, FORWARD4) else f"x A^T, then the product; {how}; {why_many(x)}"
     if few and packed and all(la.A is not None and la.seed is None and reads(la.W) for la in packed):
         path += "; codes of W are decoded where they are multiplied"
     elif packed:

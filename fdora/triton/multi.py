@@ -32,7 +32,7 @@ from fdora._records import Bank, BankNeeds
 from fdora.quant import QuantWeight
 from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.copy import in_dtype, operand
-from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, x_of, y_of_codes
+from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.multi_bwd import Given, Out, backward, stack_in
 from fdora.triton.multi_dropped import dropped_forward
 from fdora.triton.multi_gemm import (
@@ -178,7 +178,9 @@ def _by_segments(plan: Builder, x: Array, bank: Any, codes: GemmConfig | None, o
     if codes and experts:
         return "x A_e^T by segments, x as e4m3 codes, then one grouped product of codes; low-rank term and g inside"
     if codes:
-        return "x as e4m3 codes, then one product of codes; the terms of low rank and g in one pass behind it"
+        return (
+            f"{way_of(bank.W).partition(',')[0]}, then one product of codes; the terms of low rank and g in one pass behind it"
+        )
     if experts:
         return "x A_e^T by segments, then one grouped product; g inside, the tiles routed on the device"
     if shape.config is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fdora.triton.copy import in_dtype, operand, stacked
-from fdora.triton.fp8 import FORWARD, Low, x_of, y_of_codes
+from fdora.triton.fp8 import Low, way_of, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.multi_table import multi_table_kernel
 from fdora.triton.multi_gemm import block_of, has_columns, joined
@@ -57,5 +57,5 @@ def multi_table(
     end = Epilogue("table", g, owner, bank.bias)
     if codes is not None:
         y_of_codes(plan, y, x_of(plan, x, bank.W), bank.W, codes, Low(masked, clean), end, pre_scale)
-        return FORWARD
+        return way_of(bank.W)
     return scaled_product(plan, y, x, masked, bank.W, clean, end, pre_scale)

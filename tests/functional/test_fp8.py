@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fdora import FdoraError
+from fdora.eager.fp8 import through_base
 from fdora.functional import (
     DoraLayer,
     DoraParams,
@@ -161,33 +162,80 @@ def rounded_to_powers(x):
     return torch.cat(parts, -1)
 
 
-def mx_layer(N, K, r, dtype=BF16):
+def rounded_to_nvfp4(x):
+    """Sixteen columns share an e4m3 number, and a token has one for those."""
+    whole = (x.float().abs().amax(-1, keepdim=True) / 2688).clamp_min(2.0**-126)
+    parts = []
+    for part in x.split(16, -1):
+        a = (part.float().abs().amax(-1, keepdim=True) / 6 / whole).to(torch.float8_e4m3fn).float() * whole
+        v = torch.where(a > 0, part.float() / a, 0.0)  # whose float32 may be at the middle of two codes
+        step = torch.exp2(v.abs().clamp_min(1).log2().floor() - 1)
+        parts.append(((v / step).round() * step).clamp(-6, 6).double() * a)
+    return torch.cat(parts, -1)
+
+
+def mx_layer(N, K, r, dtype=BF16, kind="mxfp8"):
     W, A, B, m = layer("row", N, K, r, dtype)
-    return of_powers(W.dequantize()), A, B, m
+    W = W.dequantize()
+    return of_powers(W) if kind == "mxfp8" else quantize(W, kind), A, B, m
 
 
-@pytest.mark.skipif(
+# how x is rounded, and what that loses of the base product: half of it, and one and a half times
+SCALED = {"mxfp8": (rounded_to_powers, 0.027), "nvfp4": (rounded_to_nvfp4, 0.095)}
+ON_BLACKWELL = pytest.mark.skipif(
     "device.NAME == 'cuda' and torch.cuda.get_device_capability() < (10, 0)", reason="Blackwell has the products"
 )
-def test_scales_of_powers_of_two():
-    """compute="mxfp8" rounds x alone; backward is that of the decoded weight; other weights and gradients are refused."""
-    W, A, B, m = mx_layer(72, 320, 4)
+
+
+@ON_BLACKWELL
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_products(kind):
+    """They round x alone; backward is that of the decoded weight; other weights and gradients are refused."""
+    W, A, B, m = mx_layer(72, 320, 4, kind=kind)
     x, c, dy = x_of(90, K=320), dora_norm(W, A, B, s=S), torch.randn(90, 72, device=device.NAME, dtype=BF16)
     with torch.no_grad():
-        x[0], x[1, :64] = 0, 448 * 2.0**-9
-    y, plain = (dora_linear(x, W, A, B, m, s=S, norm=c, compute=how) for how in ("mxfp8", None))
-    base = rounded_to_powers(x.detach()) @ W.dequantize(torch.float64).T
+        x[0], x[1, :64], x[2] = 0, 448 * 2.0**-9, x[2] * 2.0**-120
+        x[3, 16:32] *= 2.0**-18  # an e4m3 scale of 0
+    y, plain = (dora_linear(x, W, A, B, m, s=S, norm=c, compute=how) for how in (kind, None))
+    of, lost = SCALED[kind]
+    base = of(x.detach()) @ W.dequantize(torch.float64).T
     want = (m.double() / c.double()) * (base + S * x.double() @ A.double().T @ B.double().T)
-    assert rel_l2(y.detach(), want.detach()) < 3e-3 and 0.005 < rel_l2(y.detach(), plain.detach()) < 0.04
+    assert rel_l2(y.detach(), want.detach()) < 3e-3 and lost / 2 < rel_l2(y.detach(), plain.detach()) < 1.5 * lost
+    assert y.isfinite().all() and (y[0] == 0).all() and rel_l2(y[2].detach(), want[2].detach()) < 1e-2
     grads = [torch.autograd.grad(t, [x, A, B], dy) for t in (y, plain)]
     assert all(map(same, *grads))
+    with torch.no_grad():
+        x[4, 7], x[5, 9] = float("nan"), float("inf")
+    broken = dora_linear(x, W, A, B, m, s=S, norm=c, compute=kind)
+    assert not broken[4:6].isfinite().any() and torch.equal(broken[6:], y[6:])
     for other in (layer("row", 72, 320)[0], quantize(W.dequantize(), "fp8", block=(1, 32))):
         with pytest.raises(
-            FdoraError, match="`compute` must be None for a W that is not MXFP8, got 'mxfp8' with one of kind fp8"
+            FdoraError, match=f"`compute` must be None for a W that is not {kind.upper()}, got '{kind}' with one of kind fp8"
         ):
-            dora_linear(x, other, A, B, m, s=S, compute="mxfp8")
-    with pytest.raises(FdoraError, match="`grad_compute` must be None or 'fp8', got 'mxfp8'"):
-        dora_linear(x, W, A, B, m, s=S, grad_compute="mxfp8")
+            dora_linear(x, other, A, B, m, s=S, compute=kind)
+    with pytest.raises(FdoraError, match="`grad_compute` must be None, 'fp8' or 'mxfp8', got 'nvfp4'"):
+        dora_linear(x, W, A, B, m, s=S, grad_compute="nvfp4")
+
+
+@ON_BLACKWELL
+def test_dx_by_scales_of_powers_of_two(monkeypatch):
+    """grad_compute="mxfp8" rounds dz, and W to scales of 32 rows, which changes only what is small beside others there."""
+    W, A, B, m = mx_layer(200, 320, 4)
+    x, c, dy = x_of(90, K=320), dora_norm(W, A, B, s=S), torch.randn(90, 200, device=device.NAME, dtype=BF16)
+    calls = [{"grad_compute": "mxfp8"}, {}]
+    (dx, *rest), (plain, *others) = (
+        torch.autograd.grad(dora_linear(x, W, A, B, m, s=S, norm=c, **how), [x, A, B, m], dy) for how in calls
+    )
+    assert all(map(same, rest, others)) and 0.01 < rel_l2(dx, plain) < 0.04
+    dense, dz = W.dequantize(torch.float64), ((m / c).detach() * dy.float()).to(BF16)
+    want = rounded_to_powers(dz) @ dense + S * dz.double() @ B.detach().double() @ A.detach().double()
+    assert rel_l2(rounded_to_powers(dense.T).T, dense) < 1e-4 and rel_l2(dx, want) < 3e-3
+
+    size = torch.where(torch.arange(200, device=device.NAME) % 32 == 5, 2.0**-16, 1.0)
+    dense, dz = (dense * size[:, None]).to(BF16), (dz / size).to(BF16)
+    want, other = (rounded_to_powers(dz) @ each for each in (rounded_to_powers(dense.T).T, dense.double()))
+    monkeypatch.setattr("fdora.eager.fp8.default_bytes", lambda device: 4 * 320 * 70)  # 64 rows at a time
+    assert rel_l2(through_base(dz, of_powers(dense)), want) < 1e-5 < 0.02 < rel_l2(other, want)
 
 
 def test_a_row_of_zeros_a_nan_and_numbers_that_are_hardly_there():
@@ -226,7 +274,8 @@ def test_what_is_refused():
         with pytest.raises(FdoraError, match=match):
             dora_linear(x, W, A, B, m, s=S, **{"compute": "fp8"} | options)
 
-    refused("`compute` must be None, 'fp8' or 'mxfp8', got 'int8'", compute="int8")
+    refused("`compute` must be None, 'fp8', 'mxfp8' or 'nvfp4', got 'int8'", compute="int8")
+    refused("not NVFP4, got 'nvfp4' with a tensor. Pass fdora.quant.quantize", W.dequantize(), compute="nvfp4")
     refused("`compute` must be None for a W that is not of e4m3 codes, got 'fp8' with a tensor", W.dequantize())
     refused("got 'fp8' with one of kind int8. Pass fdora.quant.quantize", quantize(W.dequantize(), "int8"))
     refused(r"for scales of so few columns, got 'fp8' with \(16, 32\)", quantize(W.dequantize(), "fp8", block=(16, 32)))

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora import FdoraError
 from fdora.eager.fp8 import quantised
 from fdora.functional import (
     DoraLayer,
@@ -19,7 +20,8 @@ from fdora.functional import (
     dora_norm,
     explain,
 )
-from fdora.quant import Codes8, QuantWeight, with_transpose
+from fdora.quant import Codes8, Lut4, QuantWeight, from_nvfp4, with_transpose
+from fdora.quant.quantize import nvfp4
 from fdora.triton import fp8, multi
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
@@ -28,7 +30,7 @@ from fdora.triton.tiles.fp8 import POINTERS, tiles
 from tests import device
 from tests.cases import FUNCTIONS, Draw, usual
 from tests.close import assert_compiles, assert_near, outputs_and_gradients, rel_l2
-from tests.functional.test_fp8 import S, experts, layer, members, mx_layer, x_of
+from tests.functional.test_fp8 import ON_BLACKWELL, S, experts, layer, members, mx_layer, x_of
 from tests.reference import rounded
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compile import SHARED, assert_fits, build, kind
@@ -68,6 +70,30 @@ def test_the_same_codes(M, K, dtype, blocks):
     want, each = quantised(x, 128 if blocks else K)
     assert torch.equal(scale.T, each) and torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
     assert len(codes.view(torch.uint8).unique()) > 100
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("M, K", [(5, 300), (33, 128), (4, 5000)])
+def test_the_same_codes_of_nvfp4(M, K, dtype):
+    """And what is not finite reaches its token's scale, not another's."""
+    x, W = x_of_every_size(M, K, dtype), Coded((8, K), Lut4("e2m1", False, 16, "e4m3*global", "row"))
+    x[3, 16:32] *= 2.0**-16
+    x[-2, 5], x[-1, -1] = float("nan"), float("inf")
+
+    def write(plan, like):
+        given = plan.tokens(like)
+        forms = (M, K // 2), torch.uint8, (M, -(-K // 16)), torch.uint8, (M,), FP32
+        rest = [plan.result(name, *form) for name, form in zip("abc", zip(forms[::2], forms[1::2], strict=True), strict=True)]
+        out = tuple(rest)
+        plan.temp = lambda shape, dtype=None: rest.pop(0)
+        assert fp8.x_of(plan, given, W) == out
+
+    codes, scale, whole = results_of(write, x)
+    want = x.float().abs().amax(1, keepdim=True).div(2688).clamp_min(2.0**-126)
+    assert torch.equal(whole[:-2], want[:-2, 0]) and whole[-2].isnan() and whole[-1].isinf()
+    of, scales = nvfp4(x[:-2].float(), want[:-2])
+    assert torch.equal(codes[:-2], of) and torch.equal(scale[:-2], scales.view(torch.uint8)) and len(codes.unique()) > 30
 
 
 @pytest.fixture(params=["tma", "pointers"])
@@ -183,20 +209,27 @@ def test_compiled_code(name, by):
     assert_compiles(lambda: problem.call(problem.tensors), leaves, 1e-3)
 
 
-@pytest.mark.skipif(
-    "device.NAME == 'cuda' and torch.cuda.get_device_capability() < (10, 0)", reason="Blackwell has the products"
-)
+@ON_BLACKWELL
 @needs_kernels
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("M, N, K, r", [(5, 72, 320, 20), (130, 72, 320, 20), (300, 200, 75, 80)])
-def test_the_same_scales_of_powers_of_two(M, N, K, r):
+def test_the_same_scaled_products(M, N, K, r, kind):
     """Of one layer, of two on one x, and of two adapters; a K that is no multiple of 32 leaves a shorter run."""
-    t = mx_layer(N, -(-K // 32) * 32, r, HALF)
-    W = QuantWeight("mxfp8", (t[0].tensors[0][:, :K].contiguous(), t[0].tensors[1]), (N, K), HALF, t[0].facts)
+    K -= kind == "nvfp4" and K % 2
+    t = mx_layer(N, -(-K // 32) * 32, r, HALF, kind)
+    if kind == "mxfp8":
+        W = QuantWeight("mxfp8", (t[0].tensors[0][:, :K].contiguous(), t[0].tensors[1]), (N, K), HALF, t[0].facts)
+    else:
+        codes, scales, whole = t[0].tensors
+        codes, scales = codes[:, : K // 2].contiguous(), scales[:, : -(-K // 16)].contiguous()
+        W = from_nvfp4(codes, scales, whole if r == 20 else 1 / whole, r != 20, dtype=HALF)
     A, B, m = t[1].detach()[:, :K].contiguous().requires_grad_(), *t[2:]
     x, c = x_of(M, K=K, dtype=HALF), dora_norm(W, A, B, s=S)
     ends = torch.tensor([M // 2, M - 2], dtype=torch.int32, device=device.NAME)
     two = {"s": [S, -S], "norm": torch.stack([c, c]), "offsets": ends}
-    la, how = DoraLayer(W, A, B, m, S, norm=c), {"compute": "mxfp8"}
+    la, how = DoraLayer(W, A, B, m, S, norm=c), {"compute": kind} | ({"grad_compute": kind} if kind == "mxfp8" else {})
+    drops = partial(dora_linear, x, W, A, B, m, s=S, norm=c, dropout_p=0.3, seed=1)  # under dropout backward decodes W
+    assert_same(drops, [x, A, B, m], how, {"compute": kind} if M > LIMIT else {}, 3e-3)
     for call in (
         partial(dora_linear, x, W, A, B, m, s=S, norm=c),
         partial(dora_linear_group, x, [la, la]),
@@ -205,23 +238,44 @@ def test_the_same_scales_of_powers_of_two(M, N, K, r):
         assert_same(call, [x, A, B, m], how, how if M > LIMIT else {}, 3e-3)
 
 
+def test_explain_refuses_what_a_call_would():
+    """Scaled products on a Hopper."""
+    W, A, B, m = mx_layer(64, 64, 4)
+    for which in ("compute", "grad_compute"):
+        with pytest.raises(
+            FdoraError, match=f"`{which}` must be None on this GPU, got 'mxfp8'. It needs an NVIDIA GPU of sm_100"
+        ):
+            explain(dora_linear, x_of(70, K=64), W, A, B, m, s=S, gpu="h200", **{which: "mxfp8"})
+
+
 @pytest.mark.skipif("INTERPRETED", reason="the interpreter compiles nothing; runs without TRITON_INTERPRET")
 @pytest.mark.parametrize("target", [100, 120])
-def test_scales_of_powers_of_two_compile(target, tmp_path):
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_scaled_products_compile(target, kind, tmp_path):
     """By the tensor cores' own products with scales; on sm_90 W is decoded."""
     N = K = 4096
-    W, vector = Coded((N, K), Codes8("e4m3", "block", (1, 32), 1.0)), alike(N, dtype=FP32)
-    x, codes, scales = alike(4096, K, dtype=BF16), alike(N, K, dtype=torch.float8_e4m3fn), alike(N * K // 32, dtype=FP32)
-    likes = [x, None, alike(64, K, dtype=BF16), alike(N, 64, dtype=BF16), vector, vector, None, None, codes, scales]
-    plan, hopper = (
-        plan_forward(likes, gpu(d), 0.0, "lora", ("output",), True, *written([W]), False, True) for d in (target, 90)
-    )
-    steps = [*launches(plan, "mx_rows"), *launches(plan, "fp8_gemm")]
-    assert not launches(hopper, "mx") and len(steps) == 2 and plan.path.startswith(fp8.FORWARD)
+    x, vector, E4M3 = alike(4096, K, dtype=BF16), alike(N, dtype=FP32), torch.float8_e4m3fn
+    if kind == "mxfp8":
+        form, path = Codes8("e4m3", "block", (1, 32), 1.0), fp8.FORWARD
+        packed = [alike(N, K, dtype=E4M3), alike(N * K // 32, dtype=FP32)]
+    else:
+        form, path = Lut4("e2m1", False, 16, "e4m3*global", "row"), fp8.FORWARD4
+        packed = [alike(N, K // 2, dtype=torch.uint8), alike(N, K // 16, dtype=E4M3), alike(dtype=FP32)]
+    layer = [None, alike(64, K, dtype=BF16), alike(N, 64, dtype=BF16), vector, vector, None, None]
+    W, likes, wide = written([Coded((N, K), form)]), [x, *layer, *packed], alike(4096, N, dtype=BF16)
+    plan, hopper = (plan_forward(likes, gpu(d), 0.0, "lora", ("output",), True, *W, False, True) for d in (target, 90))
+    saved = [x, alike(4096, 64, dtype=BF16), wide, wide, *likes[1:]]
+    rest = 0.0, "lora", (True,), True, (True, True, True, False, False), *W, kind == "mxfp8"
+    back, on_hopper = (plan_backward(saved, gpu(d), *rest) for d in (target, 90))
+    steps = [step for of in (plan, back) for name in ("mx_rows", "nv_rows", "fp8_gemm") for step in launches(of, name)]
+    assert not any(launches(of, name) for of in (hopper, on_hopper) for name in ("mx", "nv", "fp8_gemm"))
+    assert plan.path.startswith(path) and (fp8.BACKWARD in back.path) == (kind == "mxfp8")
+    assert len(steps) == (5 if kind == "mxfp8" else 2)
     for step in steps:
         made = build(step, target)
         assert_fits(made, target, tmp_path)
         assert ("block_scale" in made.asm["ptx"]) == (step.kernel.__name__ == "fp8_gemm_kernel")
+        assert "mxf4nvf4" in made.asm["ptx"] or kind == "mxfp8" or step.kernel.__name__ != "fp8_gemm_kernel"
 
 
 SHAPES = [  # tokens, N, K, r, scales, their blocks

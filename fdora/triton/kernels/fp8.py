@@ -22,13 +22,21 @@ def _code(v, PTX: tl.constexpr):
     """The bytes of e4m3 for float32 of up to 448, to nearest, ties to even: by one instruction for two, or as that does it."""
     if PTX:
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return _nearest(v, 3, 7, 127)
+
+
+@triton.jit
+def _nearest(v, BITS: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+    """The same of any small format: so many bits of fraction, the bias of its exponent, and its last code, a NaN's too."""
     bits = v.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 codes are multiples of 2^-9, which the sum with 1.5 * 2^23 rounds to
-    below = (tl.abs(v) * 512 + 12582912.0).to(tl.int32, bitcast=True) & 15
-    code = tl.minimum(tl.where(size < (121 << 23), below, normal), 127)  # of a NaN too
-    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+    last: tl.constexpr = 23 - BITS
+    normal = ((size + ((1 << (last - 1)) - 1) + ((size >> last) & 1)) >> last) - ((127 - BIAS) << BITS)
+    # below the least normal number codes are multiples of one step, to which the sum with 1.5 * 2^23 rounds
+    steps = tl.abs(v) * (1 << (BIAS - 1 + BITS)) + 12582912.0
+    below = steps.to(tl.int32, bitcast=True) & ((2 << BITS) - 1)
+    code = tl.minimum(tl.where(size < ((128 - BIAS) << 23), below, normal), MOST)
+    return (code + tl.where(bits < 0, MOST + 1, 0)).to(tl.uint8)
 
 
 @triton.jit
@@ -83,12 +91,18 @@ def fp8_blocks_kernel(x, out, scale, M, K, stride_xm, BLOCK_M: tl.constexpr, BLO
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], _code(v * tl.div_rn(1.0, s)[:, None], PTX), mask=mask)
 
 
-@kernel("x other by out scale")
-def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """The same where 32 columns share an exponent, the least that leaves nothing above 448; those of a token side by side."""
+@kernel("x by out scale")
+def mx_rows_kernel(
+    x, by, out, scale, M, K, groups, along, stride_xm, stride_xk,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):
+    """The same where 32 columns share an exponent, the least that leaves nothing above 448; those of a token side by side.
+    With ``by`` x is a W of such codes turned, whose scales, ``along`` to a column, are those of 32 rows."""
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK)
     mask = within(t, k, M, K)
-    v = tl.load(x + t[:, None].to(tl.int64) * stride_xm + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(addresses(Matrix(x, stride_xm, stride_xk), t, k), mask=mask, other=0.0).to(tl.float32)
+    if by is not None:
+        v *= tl.load(by + (t // 32)[:, None] + k[None, :].to(tl.int64) * along, mask=mask, other=0.0)
     parts = tl.reshape(v, (BLOCK_M, BLOCK // 32, 32))
     e = (tl.div_rn(tl.max(tl.abs(parts), axis=2), 448.0).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
     parts *= ((254 - e) << 23).to(tl.float32, bitcast=True)[:, :, None]
@@ -96,6 +110,29 @@ def mx_rows_kernel(x, out, scale, M, K, groups, stride_xm, BLOCK_M: tl.constexpr
     tl.store(scale + t[:, None].to(tl.int64) * groups + g[None, :], e.to(tl.uint8), mask=within(t, g, M, groups))
     code = _code(tl.reshape(parts, (BLOCK_M, BLOCK)), PTX)
     tl.store(out + t[:, None].to(tl.int64) * K + k[None, :], code, mask=mask)
+
+
+@kernel("x out scale", **ANY_LENGTH)
+def nv_rows_kernel(x, out, scale, whole, K, groups, stride_xm, BLOCK_K: tl.constexpr, PTX: tl.constexpr):
+    """x as NVFP4, a token for each program, which reads it twice: two e2m1 codes in a byte, the low half first, an e4m3 scale
+    for 16, and a float32 one of the token. A NaN, or what is infinite, makes that of its token so."""
+    t = tl.program_id(0).to(tl.int64)
+    k, g, two = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 16), tl.arange(0, BLOCK_K // 2)
+    x += t * stride_xm
+    largest = tl.zeros((BLOCK_K,), tl.int32)  # as bits, of which a NaN's are the largest
+    for k0 in range(0, K, BLOCK_K):
+        largest = tl.maximum(largest, vector(x, k0 + k, K).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    a = tl.div_rn(tl.max(largest, axis=0).to(tl.float32, bitcast=True), 2688.0)  # 448 * 6
+    a = tl.where(a < 1.1754943508222875e-38, 1.1754943508222875e-38, a)
+    tl.store(whole + t, a)
+    for k0 in range(0, K, BLOCK_K):
+        parts = tl.reshape(vector(x, k0 + k, K).to(tl.float32), (BLOCK_K // 16, 16))
+        s = _code(tl.minimum(tl.div_rn(tl.div_rn(tl.max(tl.abs(parts), axis=1), 6.0), a), 448.0), PTX)
+        put(s, scale + t * groups + k0 // 16, g, groups - k0 // 16)
+        each = (s.to(tl.float8e4nv, bitcast=True).to(tl.float32) * a)[:, None]
+        code = _nearest(tl.where(each == 0, 0.0, tl.div_rn(parts, tl.broadcast_to(each, parts.shape))), 1, 1, 7)
+        low, high = tl.split(tl.reshape(code, (BLOCK_K // 2, 2)))
+        put(low | (high << 4), out + t * (K // 2) + k0 // 2, two, K // 2 - k0 // 2)
 
 
 @kernel("codes out")
@@ -108,29 +145,37 @@ def turn_kernel(codes, out, N, K, stride_n, stride_k, BLOCK: tl.constexpr):
 
 @kernel("x x_scale w w_scale h b out pre_scale", "M N K x, M N R h")
 def fp8_gemm_kernel(
-    x, w, x_scale, w_scale, h, b, out, pre_scale, m, c, bias, M, N, K, R, groups,
+    x, w, x_scale, w_scale, x_whole, w_whole, h, b, out, pre_scale, residual, m, c, bias, M, N, K, R, groups,
     stride_wn, stride_wk, stride_hm, stride_hr, stride_br, stride_bn,
-    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):
-    """Where there is no TMA; with it the product is that of kernels/gemm.py. BK of 32: both have a power of two for 32 columns,
-    by which the tensor cores of Blackwell multiply. Of W it is float32."""
+    """Where there is no TMA; with it the product is that of kernels/gemm.py. BK of 32 and 8: the tensor cores of Blackwell
+    multiply by scales of both, for so many bytes of a row, in which K counts: by a power of two for 32 codes of e4m3 (of W it
+    may be float32), or an e4m3 number for 16 of e2m1, behind which x has x_whole for a token and W w_whole, which DIVIDES. Two
+    products of e2m1 take as long as one of e4m3, and count as one."""
+    SCALED: tl.constexpr = BK == 32 or BK == 8
+    CODE: tl.constexpr = "e2m1" if BK == 8 else "e4m3"
     row, col = tile_of_product(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     t, n, k = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     at_x, at_w = addresses(Matrix(x, K, None), t, k), addresses(Matrix(w, stride_wk, stride_wn), k, n)
-    if BK == 32:
-        g = tl.arange(0, BLOCK_K // 32)
+    if SCALED:
+        g = tl.arange(0, BLOCK_K // BK)
         by_x, by_w = addresses(Matrix(x_scale, groups, None), t, g), addresses(Matrix(w_scale, groups, None), n, g)
     acc = zeros(BLOCK_M, BLOCK_N)
     for k0 in range(0, K, BLOCK_K):
         xt = tl.load(at_x, mask=within(t, k, M, K - k0), other=0.0)
         wt = tl.load(at_w, mask=within(k, n, K - k0, N), other=0.0)
-        if BK == 32:
-            xs = tl.load(by_x, mask=within(t, g, M, groups - k0 // 32), other=0)
-            ws = tl.load(by_w, mask=within(n, g, N, groups - k0 // 32), other=0.0)
-            acc = tl.dot_scaled(xt, xs, "e4m3", wt, (ws.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), "e4m3", acc)
-            by_x += BLOCK_K // 32
-            by_w += BLOCK_K // 32
+        if SCALED:
+            xs = tl.load(by_x, mask=within(t, g, M, groups - k0 // BK), other=0)
+            ws = tl.load(by_w, mask=within(n, g, N, groups - k0 // BK), other=0)
+            if BK == 8:
+                xs, ws = xs.to(tl.float8e4nv, bitcast=True), ws.to(tl.float8e4nv, bitcast=True)
+            elif w_scale.dtype.element_ty == tl.float32:
+                ws = (ws.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+            acc = tl.dot_scaled(xt, xs, CODE, wt, ws, CODE, acc)
+            by_x += BLOCK_K // BK
+            by_w += BLOCK_K // BK
         elif BK:
             acc += tl.dot(xt, wt) * _scale_at(x_scale, w_scale, t, n, k0, M, N, groups, BN, BK)
             x_scale += M
@@ -140,9 +185,12 @@ def fp8_gemm_kernel(
         at_w += BLOCK_K * stride_wk
     if not BK:
         acc *= _scale_at(x_scale, w_scale, t, n, 0, M, N, groups, BN, 1)
+    if x_whole is not None:
+        whole = vector(x_whole, t, M)
+        acc *= (whole / tl.load(w_whole) if DIVIDES else whole * tl.load(w_whole))[:, None]
     if h is not None:
         acc = products(acc, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_br, stride_bn), row, col, M, N, R, BLOCK_R)
-    finish(acc, (out, pre_scale, None, m, c, bias), row, col, M, N, EPILOGUE)
+    finish(acc, (out, pre_scale, residual, m, c, bias), row, col, M, N, EPILOGUE)
 
 
 @triton.jit
