@@ -7,12 +7,15 @@ Decoder layers and ways of bench.steps. ``count`` lengths from 60 to 4000, evenl
 all ways, which take turns at each; wall time of each step until the GPU is done, with an optimizer step in it. First round: no
 length was there before. Second: all of them again. ``first`` and ``again`` are sums over the lengths behind the first 20,
 ``begin`` that of the first 20, in the first round. ``worst``: the largest step of ``first`` over the median that steps of the
-nearest lengths take in ``again``. With ``--warmup``, fdora.warmup comes before, and a row says how long it took. cuDNN's
-attention plans each new length for 94 ms on an H200, whatever the way; ``--no-cudnn`` leaves it out of torch's choice.
+nearest lengths take in ``again``. What was made before the first step is kept out of Python's garbage collector (gc.freeze),
+which otherwise stops a step of any way for half a second now and then. With ``--warmup``, fdora.warmup comes before, and a row
+says how long it took. cuDNN's attention plans each new length for 94 ms on an H200, whatever the way; ``--no-cudnn`` leaves it
+out of torch's choice.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -65,6 +68,8 @@ def measure(run: Run) -> None:
         with ways[name].context():
             done = warmup(ways[name].model, range(options.least, options.most + 1))
         run.add({"way": name, "warmup_s": round(done.seconds, 2), "kernels": done.kernels})
+    gc.collect()
+    gc.freeze()
     first, again = turns(lengths, ways, options), turns(lengths, ways, options)
     for name in ways:
         sums = {key: sum(each[name][BEGIN:]) for key, each in (("first", first), ("again", again))}

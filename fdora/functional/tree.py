@@ -72,8 +72,8 @@ def dora_norm_tree(
     """Row norms of all adapted weights of a model: ``c = ||W + s * B @ A||`` at each leaf, as :func:`dora_norm` has it.
 
     On a GPU all weights of one device take three launches together, however many they are and whatever their shapes, ranks
-    and dtypes, 8-bit codes one more, and other quantised ones a few each; where nothing changed since ``state`` they are the
-    bits of A and B that are read, and no weight.
+    and dtypes; float32 A or B take one more, as 8-bit codes do, and other quantised weights a few each. Where nothing changed
+    since ``state``, the bits of A and B are read, and no weight.
 
         state = dora_norm_tree_state(weights)
         state = dora_norm_tree(weights, params, s=s, state=state)  # in every forward

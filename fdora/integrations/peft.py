@@ -21,6 +21,7 @@ need("peft", "peft", "0.18.0")
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from torch import nn
 from fdora import FdoraError
 from fdora._check import check_positive
 from fdora._command import progress
-from fdora.functional import dora_norm
+from fdora.functional import dora_norm, dora_norm_tree, dora_norm_tree_state
 from fdora.functional.prepared import Warmup, compile_ahead
 from fdora.integrations._hook import unhook
 from fdora.integrations._peft.ahead import calls_of
@@ -39,7 +40,7 @@ from fdora.integrations._peft.banks import LayerBank, banks_of, put_banks
 from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora, ours
 from fdora.integrations._peft.layer import fuse_layer, unfuse_layer
-from fdora.integrations._peft.norms import hook_layers
+from fdora.integrations._peft.norms import hook_layers, norms_of
 from fdora.integrations._peft.quantised import warn_of
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.rounded import record, round_base, tied, unround
@@ -253,7 +254,9 @@ def warmup(model: nn.Module, tokens: int | Iterable[int]) -> Warmup:
 
     Most lengths share their kernels, which are compiled in parallel with Triton 3.6 and later: each form of layer then
     runs, on its own tensors, with few lengths. Call it in the training's mode and under its autocast, after :func:`use_fdora`.
-    Parameters and gradients do not change. Embeddings, convolutions, and the norms of a whole model are left to the first step.
+    Parameters and gradients do not change. The norms of the whole model are computed once, which compiles theirs. Embeddings
+    and convolutions are left to the first step. Now and then Python's garbage collector walks all that torch and Triton have
+    made, for half a second: ``gc.collect(); gc.freeze()`` behind this call keeps that out of later steps.
 
     Args:
       model: a model that :func:`use_fdora` runs.
@@ -276,7 +279,11 @@ def warmup(model: nn.Module, tokens: int | Iterable[int]) -> Warmup:
         raise FdoraError(
             "fdora.warmup: `model` must have linear layers that fdora runs, got none. Call use_fdora(model) first."
         )
-    return compile_ahead(calls, counts, progress)
+    done, begun = compile_ahead(calls, counts, progress), perf_counter()
+    if found := norms_of(model.modules()):
+        _, W, A, B, scales = map(list, zip(*found, strict=True))
+        dora_norm_tree(W, list(zip(A, B, strict=True)), s=scales, state=dora_norm_tree_state(W))
+    return done._replace(seconds=done.seconds + perf_counter() - begun)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The norms of many layers in three launches, whatever their shapes, ranks, dtypes and strides: kernels/tree.py.
+"""The norms of many layers in three or four launches, whatever their shapes, ranks, dtypes and strides: kernels/tree.py.
 
 The host writes a table of the layers once, and again where a pointer, a shape, a stride or s is another. Layers whose tiles
 run the same code, usually all, share a launch; 8-bit codes, which are decoded in registers, have one of their own. float32

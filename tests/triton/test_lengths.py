@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 import fdora
 from fdora import _facts
 from fdora.functional import ahead, dora_linear
-from fdora.triton import linear
+from fdora.triton import linear, tree
 from fdora.triton.dropped import LEAST
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device
@@ -165,10 +165,12 @@ def test_a_warm_up_runs_each_form_of_layer_with_few_lengths(kernels_everywhere, 
     model = use_fdora(model.to(device.NAME, HALF[0]))
     ran, run = [], ahead.Ahead.run
     monkeypatch.setattr(ahead.Ahead, "run", lambda call, tokens: (ran.append((call.fn.__name__, tokens)), run(call, tokens)))
+    together, guarded = [], tree.TreeLayers.guarded
+    monkeypatch.setattr(tree.TreeLayers, "guarded", lambda own, *of: together.append(own.count) or guarded(own, *of))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     lengths = [17, 18, 80, 81]
     seconds, kernels = fdora.warmup(model, lengths)
-    assert seconds > 0 and kernels > 5
+    assert seconds > 0 and kernels > 5 and together == [14]  # the norms of all layers
     assert {name for name, _ in ran} <= {"dora_linear_group", "dora_linear", "dora_mlp"} and 3 < len(ran) < 9
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

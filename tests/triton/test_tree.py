@@ -39,7 +39,7 @@ def test_tiles_of_hopper(N, K, r, adapter, monkeypatch):
     W, A = [draw(N, K), draw(N, K) / 16], [(draw(r, K) / 9 * sizes).to(adapter) for _ in range(2)]
     B = [(draw(N, r) / 9 * torch.logspace(-3, 0, N, device=device.NAME)[:, None]).to(adapter) for _ in range(2)]
     of, config = rows_of(W[:1], A[:1], B[:1], [0.7], [0], 90)[0][0].kernel
-    assert config.BLOCK_R == {16: 16, 40: 64, 64: 64, 96: 128, 128: 128, 160: 32, 384: 32 if of.SPLIT else 64}[r]
-    assert of.EVEN == (K % 128 == 0) and of.SPLIT == (adapter == torch.float32) and of.UNIT_W == 8
+    block = {16: 16, 40: 64, 64: 64, 96: 128, 128: 128, 160: 32, 384: 32 if of.SPLIT else 64}[r]
+    assert (K % 128 == 0, adapter == torch.float32, 8, block) == (of.EVEN, of.SPLIT, of.UNIT_W, config.BLOCK_R)
     for w, a, b, c in zip(W, A, B, F.dora_norm_tree(W, list(zip(A, B, strict=True)), s=0.7, backend="triton"), strict=True):
         torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=2e-6, atol=0)

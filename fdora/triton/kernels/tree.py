@@ -1,4 +1,5 @@
-"""The norms of many layers in three launches: hashes of all A and B, tiles of all W that changed, sums of all rows.
+"""The norms of many layers in three launches: hashes of all A and B, tiles of all W that changed, sums of all rows. For float32
+factors another one looks for what scales A.
 
 One int64 table describes the layers: a row for each field (F_ below, by name in fdora/triton/tree.py), a column for each layer.
 Pointers lie in it as integers, so a launch takes the same arguments however many layers there are.
