@@ -168,13 +168,13 @@ def _top_of_rows(p, stride_i, stride_j, in_i, J, OF: tl.constexpr):
 
 
 @triton.jit
-def _top_of_columns(p, stride_i, stride_j, I, in_j, OF: tl.constexpr):
-    """The largest |a| of a tile's columns, over the whole rank: one number, so that splitting a tile takes no reduction.
-    (With a scale for each column, r = 384 took 2.3 times as long, r = 64 1.2 times: bench/NOTES.md.)"""
+def _top_of_tile(p, stride_i, stride_j, I, k0, K, OF: tl.constexpr):
+    """The largest |a| of BLOCK_K columns, over the whole rank."""
     top, i = zeros(OF.BLOCK_K), tl.arange(0, OF.BLOCK_R)
+    in_k = (k0 + tl.arange(0, OF.BLOCK_K) < K)[None, :]
     for i0 in range(0, I, OF.BLOCK_R):
-        at = _tile(p + i0 * stride_i, stride_i, stride_j, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
-        x = _load(at, (i < I - i0)[:, None], in_j, OF.EVEN_R, OF.EVEN)
+        at = _tile(p + (i0 * stride_i + k0 * stride_j), stride_i, stride_j, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
+        x = _load(at, (i < I - i0)[:, None], in_k, OF.EVEN_R, OF.EVEN)
         top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), axis=0))
     return tl.max(top, axis=0)
 
@@ -217,6 +217,14 @@ def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
     by_n, by_k, undo_n, undo_k = 1.0, 1.0, 1.0, 1.0
     if OF.SPLIT:
         by_n, undo_n = scaling(_top_of_rows(B, stride_bn, stride_br, (n < N)[:, None], R, OF)[:, None])
+        if tops is None:
+            top = 0.0
+            for k0 in range(first_k, min(K, first_k + OF.CHUNK), OF.BLOCK_K):
+                top = tl.maximum(top, _top_of_tile(A, stride_ar, stride_ak, R, k0, K, OF))
+        else:
+            tile = first_k // OF.BLOCK_K + tl.arange(0, OF.CHUNK // OF.BLOCK_K)
+            top = tl.max(vector(tops + tl.load(t + F_TOPS * L), tile, tl.cdiv(K, OF.BLOCK_K)), axis=0)
+        by_k, undo_k = scaling(top)  # one number, so that splitting a tile of A takes no reduction
     if OF.ONE_SLAB:
         at_b = _tile(B, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
         b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], OF.EVEN, OF.EVEN_R), by_n, OF.SPLIT)
@@ -231,12 +239,6 @@ def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
         at_w = _tile(W + k0 * stride_wk, stride_wn, stride_wk, OF.BLOCK_N, OF.BLOCK_K, OF.UNIT_W)
         w = _load(at_w, (n < N)[:, None], in_k, OF.EVEN, OF.EVEN)
         acc = zeros(OF.BLOCK_N, OF.BLOCK_K)
-        if OF.SPLIT:
-            if tops is None:
-                top = _top_of_columns(A + k0 * stride_ak, stride_ar, stride_ak, R, in_k, OF)
-            else:
-                top = tl.load(tops + tl.load(t + F_TOPS * L) + k0 // OF.BLOCK_K)
-            by_k, undo_k = scaling(top)
         if OF.ONE_SLAB:
             at_a = _tile(A + k0 * stride_ak, stride_ar, stride_ak, OF.BLOCK_R, OF.BLOCK_K, OF.UNIT_A)
             a = _load(at_a, (r < R)[:, None], in_k, OF.EVEN_R, OF.EVEN)
@@ -281,8 +283,7 @@ def tops_kernel(
     if differs is not None:
         K = tl.where(tl.max(tl.load(differs + layer * WORDS + tl.arange(0, WORDS)), axis=0) > 0, K, 0)
     for k0 in range(tl.program_id(1) * OF.BLOCK_K, K, tl.num_programs(1) * OF.BLOCK_K):
-        in_k = (k0 + tl.arange(0, OF.BLOCK_K) < K)[None, :]
-        top = _top_of_columns(A + k0 * stride_ak, stride_ar, stride_ak, R, in_k, OF)
+        top = _top_of_tile(A, stride_ar, stride_ak, R, k0, K, OF)
         tl.store(partial + tl.load(t + F_TOPS * L) + k0 // OF.BLOCK_K, top)
 
 
