@@ -16,6 +16,7 @@ from fdora._check import (
     check_shapes,
     check_tensor,
     fail,
+    is_int,
     once,
 )
 from fdora._dispatch import Backend
@@ -278,7 +279,7 @@ def ends_of(fn: str, offsets: Any, tokens: int, experts: int) -> list[int]:
         ends = offsets.tolist()
     else:
         ends = list(offsets) if isinstance(offsets, (list, tuple)) else [None]
-        if not all(isinstance(end, (int, torch.SymInt)) and not isinstance(end, bool) for end in ends):
+        if not all(map(is_int, ends)):
             raise fail(fn, "offsets", "a tensor or a list of whole numbers", repr(offsets), "Pass counts.cumsum(0).")
         _check_count(fn, len(ends), experts)
     if any(b > e for b, e in zip([0, *ends], [*ends, tokens], strict=True)):
