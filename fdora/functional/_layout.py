@@ -24,43 +24,50 @@ from fdora._torch import strided_shard
 # What `type(p) is Shard` would ask, Dynamo (torch 2.11) answers wrongly of a placement that its graph made.
 STRIDED = strided_shard()
 
-# For each argument how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as x. A digit:
-# cut along that axis. R: replicated, P: a pending sum; what is not named is RR.
-LAYER = {
-    "col": {"x": "RP", "A": "RP", "B": "NN", "m": "NN", "norm": "NN", "bias": "NN", "y": "L", "c": "NN"},
-    "row": {"x": "LL", "A": "LL", "B": "RP", "m": "RP", "norm": "RP", "y": "P", "c": "PP"},
-    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "T"},
-    "same": {},
-}
+
+def table_of(text: str) -> dict[str, dict[str, str]]:
+    """For each way, by argument: how it lies, and how its gradient does. L: cut along the last axis. N: as the rows of W. T: as
+    x. A digit: cut along that axis. R: replicated, P: a pending sum; what is not named, or a dash, is RR."""
+    (_, *args), *rows = map(str.split, text.strip().splitlines())
+    found = {way: {arg: kind for arg, kind in zip(args, kinds, strict=True) if kind != "-"} for way, *kinds in rows}
+    return found | {"same": {}}
+
+
+LAYER = table_of("""
+    way   x   A   B   m   norm  bias  y  c
+    col   RP  RP  NN  NN  NN    NN    L  NN
+    row   LL  LL  RP  RP  RP    -     P  PP
+    data  TT  RP  RP  RP  RP    RP    T  -
+""")
 # Of compose, where base decides; pending sums of base and lora stay pending.
-COMPOSE = {
-    "cols": {"base": "LL", "lora": "LL", "g": "00", "bias": "00", "y": "L"},
-    "sum": {"base": "PR", "lora": "PR", "g": "RP", "y": "P"},
-    "data": {"base": "TT", "lora": "TT", "g": "RP", "bias": "RP", "y": "T"},
-    "same": {},
-}
+COMPOSE = table_of("""
+    way   base  lora  g   bias  y
+    cols  LL    LL    00  00    L
+    sum   PR    PR    RP  -     P
+    data  TT    TT    RP  RP    T
+""")
 # Of a bank of adapters, whose parameters have one more axis in front.
-BANK = {
-    "col": {"x": "RP", "A": "RP", "B": "11", "m": "11", "norm": "11", "bias": "00", "y": "L"},
-    "row": {"x": "LL", "A": "22", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
-    "data": {"x": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "ids": "00", "y": "T"},
-    "same": {},
-}
+BANK = table_of("""
+    way   x   A   B   m   norm  bias  y  ids
+    col   RP  RP  11  11  11    00    L  -
+    row   LL  22  RP  RP  RP    -     P  -
+    data  TT  RP  RP  RP  RP    RP    T  00
+""")
 # Of an embedding: the rows of its table are a vocabulary, and m and norm belong to columns, or to rows (norm_axis=1).
-TABLE = {
-    "vocabulary": {"A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
-    "columns": {"A": "RP", "B": "00", "m": "00", "norm": "00", "y": "L"},
-    "data": {"ids": "TT", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "y": "T"},
-    "same": {},
-}
+TABLE = table_of("""
+    way         ids  A   B   m   norm  y
+    vocabulary  -    11  RP  RP  RP    P
+    columns     -    RP  00  00  00    L
+    data        TT   RP  RP  RP  RP    T
+""")
 TABLE_OF_ROWS = TABLE | {"vocabulary": TABLE["vocabulary"] | {"m": "00", "norm": "00"}}
 # Of a convolution: by channels of its output, by channels of its input, by images.
-CONV = {
-    "col": {"x": "RP", "A": "RP", "B": "00", "m": "00", "norm": "00", "bias": "00", "y": "1"},
-    "row": {"x": "11", "A": "11", "B": "RP", "m": "RP", "norm": "RP", "y": "P"},
-    "data": {"x": "00", "A": "RP", "B": "RP", "m": "RP", "norm": "RP", "bias": "RP", "y": "0"},
-    "same": {},
-}
+CONV = table_of("""
+    way   x   A   B   m   norm  bias  y
+    col   RP  RP  00  00  00    00    1
+    row   11  11  RP  RP  RP    -     P
+    data  00  RP  RP  RP  RP    RP    0
+""")
 
 
 class Layout(NamedTuple):
