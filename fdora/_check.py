@@ -70,6 +70,13 @@ def check_left_out(fn: str, options: dict[str, bool]) -> None:
             )
 
 
+def check_only(fn: str, when: str, remedy: str, **given: tuple[Any, Any]) -> None:
+    """``given``: of arguments that have one value there, what came and that."""
+    for arg, (have, only) in given.items():
+        if have != only:
+            raise fail(fn, arg, f"{only} {when}", have, remedy)
+
+
 def check_shapes(
     fn: str, spec: dict[str, str], tensors: dict[str, Any], layout: str = "nn.Linear", norm: str = "dora_norm(W, A, B, s=s)"
 ) -> dict[str, int]:
