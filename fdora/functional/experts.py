@@ -122,7 +122,7 @@ def dora_experts(
     return y.squeeze(1) if gates is None and ids.dim() == 1 else y
 
 
-def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any] = (None, None)) -> Tensor:
+def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any]) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     E = count_of(layer)
     if name == "triton":

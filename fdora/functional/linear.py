@@ -183,7 +183,7 @@ def dropout_of(p: float, mode: DropoutMode) -> Dropout:
     return Dropout(p, mode if p else "lora")
 
 
-def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool = True, formed: bool = True) -> Tensor | None:
+def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool, formed: bool) -> Tensor | None:
     """c as a layer on x takes it; None where its plan forms it, if it may be ``formed`` there. Without ``detach`` it has
     gradients to A and B: of a given norm the value is taken."""
     W, A, B, _, s, _, c = layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,10 +108,7 @@ def advice(gathers: int, alone: int) -> list[str]:
 
 def on_dropout(rows: Sequence[Row]) -> list[str]:
     """What dropout costs, and what it could cost."""
-    asked: dict[tuple[float, str], int] = {}
-    for row in rows:
-        if row.p and row.backend != "stock":
-            asked[row.p, row.dropout_mode] = asked.get((row.p, row.dropout_mode), 0) + 1
+    asked = Counter((row.p, row.dropout_mode) for row in rows if row.p and row.backend != "stock")
     what = {
         "peft": "as PEFT means it: a second product with W. dropout_mode='lora' has one, and is another function in training",
         "lora": "of the adapter's input alone (dropout_mode='lora'): one product with W; in training not PEFT's function",
