@@ -173,8 +173,8 @@ def _target(
         if choice.name == "triton" and "asked for" not in choice.reason:
             choice = choice._replace(reason=f"{name(dtype)} on the {GPUS[gpu].name}")
         return choice, GPUS[gpu], None
+    want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
     if gpu is not None and not str(gpu).startswith("cuda"):
-        want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
         raise fail("explain", "gpu", want, repr(gpu), "Take the most similar one, and look at ratios.")
     if gpu is not None and not torch.cuda.is_available():
         raise fail("explain", "gpu", f"one of {', '.join(GPUS)} here", repr(gpu), "This machine has no GPU.")
@@ -182,8 +182,8 @@ def _target(
         where = device if gpu is None else torch.device(gpu)
         rates = gpu_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
     except (RuntimeError, AssertionError) as error:  # no such index; a name that torch does not read
-        want, has = f"one of {', '.join(GPUS)}, or a GPU of this machine", torch.cuda.device_count()
-        raise fail("explain", "gpu", want, repr(gpu), f"They are cuda:0 to cuda:{has - 1}.") from error
+        last = torch.cuda.device_count() - 1
+        raise fail("explain", "gpu", want, repr(gpu), f"They are cuda:0 to cuda:{last}.") from error
     return select_backend(where, dtype, backend=backend), rates, where
 
 

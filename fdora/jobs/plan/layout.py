@@ -118,8 +118,7 @@ def fsdp2(request: Plan) -> Layout:
     block = (whole.linears + whole.adapters) // model.layers
     cut = {name: getattr(whole, name) // gpus for name in ("linears", "embeddings", "adapters", "optimizer", "gradients")}
     held = whole._replace(**cut, temporary=whole.temporary + min(GATHERED, model.layers) * block + whole.embeddings)
-    more = held.resident + held.gradients - whole.resident - whole.gradients + held.temporary - whole.temporary
-    most = capacity(model, setup, request.budget - more)
+    most = capacity(model, setup, request.budget + whole.peak - held.peak)
     seconds = None
     if card.profile.gather:
         time = times(model, setup, tokens, card.profile)
