@@ -42,15 +42,14 @@ class Layout(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `plan` was asked, and found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if
-    none fits."""
+    """What `plan` found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if none fits."""
 
     model: Model
     setup: Setup
     card: Card
     gpus: int
     tokens: int
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[Layout, ...]
 
     @property
     def budget(self) -> int:
@@ -198,5 +197,5 @@ def plan(model: Model, setup: Setup, *, gpu: str | Card = "h200", gpus: int = 1,
         raise fail("jobs.plan", "tokens", f"a multiple of the length {setup.length}", repr(count), "Sequences are whole.")
     check_positive("jobs.plan", "gpus", gpus, "It is how many there are.")
     found = gpu if isinstance(gpu, Card) else card(gpu)
-    asked = Plan(model, setup, found, gpus, count)
+    asked = Plan(model, setup, found, gpus, count, ())
     return asked._replace(layouts=tuple(ways(asked)))
