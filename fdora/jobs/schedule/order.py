@@ -12,6 +12,7 @@ Before that, what is left of one batch's packing shares microbatches with what i
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -131,7 +132,7 @@ class State(NamedTuple):
 
     bins: list[list[Sample]]
     loads: list[int]
-    position: list[int]  # without what was taken out
+    position: list[int]  # without what was taken out; in order
     where: dict[Batch, list[int]]  # the microbatches of each batch
     before: dict[Batch, Batch]
     after: dict[Batch, Batch]
@@ -182,19 +183,15 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
     position = state.position  # p itself still counted: what lies beyond it from q lies far enough from p already
     for sample in sorted(state.bins[p], key=lambda each: (-each.length, each)):
         batch = sample[:2]
-        low = state.where[state.before[batch]][-1] if batch in state.before else None
-        high = state.where[state.after[batch]][0] if batch in state.after else None
+        first = position[state.where[state.before[batch]][-1]] + spec.depth if batch in state.before else 0
+        last = position[state.where[state.after[batch]][0]] - spec.depth if batch in state.after else len(position)
         best: tuple[int, int] | None = None
-        for q in range(0 if low is None else low + 1, len(state.bins) if high is None else high):
+        for q in range(bisect_left(position, first), bisect_right(position, last)):
             # a sample adds its whole multiples at least: most microbatches are full, and cost no more than this
             if q == p or not state.bins[q] or state.loads[q] + sample.length // spec.multiple > spec.units:
                 continue
             used = load([*held.get(q, state.bins[q]), sample], spec)
             if used > spec.units or (best and best[0] >= used):
-                continue
-            if low is not None and position[q] - position[low] < spec.depth:
-                continue
-            if high is not None and position[high] - position[q] < spec.depth:
                 continue
             best = used, q
         if best is None:
