@@ -49,13 +49,9 @@ def family(base: nn.Module) -> str:
     if of in PLAIN and W.dtype == torch.float8_e4m3fn and scale_of(base) is not None:
         return FP8
     if type(base) is not nn.Linear:
-        return of_class(type(base))
+        names = ((each.__module__, each.__qualname__) for each in type(base).__mro__)
+        return next((CLASSES[name] for name in names if name in CLASSES), "")
     return TORCHAO if of not in PLAIN and of.__module__.startswith("torchao.") else ""
-
-
-def of_class(kind: type) -> str:
-    found = [CLASSES[key] for each in kind.__mro__ if (key := (each.__module__, each.__qualname__)) in CLASSES]
-    return found[0] if found else ""
 
 
 def scale_of(base: Any) -> Any:

@@ -94,7 +94,33 @@ class Report(list[Row]):
         ``print(report(model).explain(gpu="h200"))``. Nothing runs. ``tokens`` of the whole batch; ``gpu`` as for
         :func:`fdora.functional.explain`, None is the GPU that the model is on.
         """
-        return explain_rows(self, tokens, gpu)
+        if type(tokens) is not int or tokens < 1:
+            raise FdoraError(
+                f"fdora.Report.explain: `tokens` must be at least 1, got {tokens}. It is sequences times their length."
+            )
+        kinds: dict[Layout, list[Row]] = {}
+        for row in self:
+            if row.layout is not None:
+                kinds.setdefault(row.layout, []).append(row)
+        text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
+        text += on_dropout(self)
+        planned: list[tuple[int, Explanation]] = []
+        for how, members in kinds.items():
+            row = members[0]
+            names = row.module if len(members) == 1 else f"{row.module} and {len(members) - 1} more"
+            text += ["", f"{len(members)} x {row.shape[0]}x{row.shape[1]}, r = {row.r}: {names}"]
+            where = gpu or (how.device if how.device.startswith("cuda") else None)
+            if where is None:
+                text.append(f"backend {row.backend} ({row.why}): plain torch has no plan. Pass gpu='h200' to ask for a GPU's.")
+                continue
+            said = explain_layer(how, tokens, where)
+            text.append(str(said))
+            if said.plans:
+                planned.append((len(members), said))
+        left = len(self) - sum(map(len, kinds.values()))
+        if left:
+            text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
+        return "\n".join([*text, "", summed(planned)] if planned else text)
 
 
 def advice(gathers: int, alone: int) -> list[str]:
@@ -197,36 +223,6 @@ def layout(layer: Any, adapter: str, shape: tuple[int, int]) -> Layout | None:
     for t, of in zip((W, A, B, m, bias), shapes, strict=True):
         operands.append(None if t is None else (of, t.dtype, t is not bias and t.requires_grad))
     return Layout(tuple(operands), float(layer.scaling[adapter]), p, mode, str(W.device))
-
-
-def explain_rows(rows: Sequence[Row], tokens: int, gpu: str | None) -> str:
-    if type(tokens) is not int or tokens < 1:
-        raise FdoraError(
-            f"fdora.Report.explain: `tokens` must be at least 1, got {tokens}. It is sequences times their length."
-        )
-    kinds: dict[Layout, list[Row]] = {}
-    for row in rows:
-        if row.layout is not None:
-            kinds.setdefault(row.layout, []).append(row)
-    text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
-    text += on_dropout(rows)
-    planned: list[tuple[int, Explanation]] = []
-    for how, members in kinds.items():
-        row = members[0]
-        names = row.module if len(members) == 1 else f"{row.module} and {len(members) - 1} more"
-        text += ["", f"{len(members)} x {row.shape[0]}x{row.shape[1]}, r = {row.r}: {names}"]
-        where = gpu or (how.device if how.device.startswith("cuda") else None)
-        if where is None:
-            text.append(f"backend {row.backend} ({row.why}): plain torch has no plan. Pass gpu='h200' to ask for a GPU's.")
-            continue
-        said = explain_layer(how, tokens, where)
-        text.append(str(said))
-        if said.plans:
-            planned.append((len(members), said))
-    left = len(rows) - sum(map(len, kinds.values()))
-    if left:
-        text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
-    return "\n".join([*text, "", summed(planned)] if planned else text)
 
 
 def explain_layer(how: Layout, tokens: int, gpu: str) -> Explanation:
