@@ -14,7 +14,6 @@ quantises again; to unmerge it subtracts. So for the time of either that delta i
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -250,13 +249,11 @@ def misread(base: Any, W: QuantWeight) -> bool:
     return bool((theirs - ours).float().norm() > 1e-3 * ours.float().norm())  # right, it is the same bits
 
 
-def warn_of(count: int, example: str) -> None:
-    warnings.warn(
-        f"fdora.use_fdora: bitsandbytes reads {count} weights wrongly on this CPU, one of them in `{example}`: their blocks "
-        "cross rows. fdora reads them right, but PEFT took m from what it read wrongly: for new adapters call "
-        "init_magnitude(model). Both read it right with a blocksize that divides in_features.",
-        stacklevel=3,
-    )
+MISREAD = (
+    "fdora.use_fdora: bitsandbytes reads {} weights wrongly on this CPU, one of them in `{}`: their blocks "
+    "cross rows. fdora reads them right, but PEFT took m from what it read wrongly: for new adapters call "
+    "init_magnitude(model). Both read it right with a blocksize that divides in_features."
+)
 
 
 class Merging(TorchaoLoraLinear):
