@@ -143,7 +143,7 @@ def on_dropout(rows: Sequence[Row]) -> list[str]:
 
 
 def on_compute(rows: Sequence[Row]) -> list[str]:
-    asked, ran = (sum([bool(each) for each in of]) for of in ([row.compute for row in rows], [row.codes for row in rows]))
+    asked, ran = sum(row.compute is not None for row in rows), sum(row.codes > 0 for row in rows)
     line = f"compute='fp8': {CODES} in {ran} of {asked} layers. A GPU multiplies up to 64 tokens by the decoded "
     return [f"{line}weight."] if asked else []
 
