@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from fdora import _facts
 from fdora._torch import functorch_active
 
 OPTIONAL = ("bias", "norm", "base_sqnorm")
+# The axes of each argument by what they are parameters of, W first and what else there is behind it, each with one axis N.
+LAYER = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
+BANK = {"W": "N K", "A": "G r K", "B": "G N r", "m": "G N", "norm": "G N", "x": "... K"}
+EXPERTS = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)  # of norms
 
@@ -64,6 +68,13 @@ def check_left_out(fn: str, options: dict[str, bool]) -> None:
             raise fail(
                 fn, arg, "left out with DTensors", "a value", "Pass plain tensors: .to_local() or .full_tensor() of each."
             )
+
+
+def check_only(fn: str, when: str, remedy: str, **given: tuple[Any, Any]) -> None:
+    """``given``: of arguments that have one value there, what came and that."""
+    for arg, (have, only) in given.items():
+        if have != only:
+            raise fail(fn, arg, f"{only} {when}", have, remedy)
 
 
 def check_shapes(
@@ -135,8 +146,18 @@ def check_dtype(fn: str, arg: str, t: Tensor | Weight | None, allowed: tuple[tor
     raise fail(fn, arg, want, name(t.dtype), remedy or f"Cast it, for example with {arg}.to(torch.{name(allowed[0])}).")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Of Python, also where a compiler makes it symbolic."""
+    return isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """The same of an int."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def check_rank(fn: str, r: int) -> None:
-    if not isinstance(r, (int, torch.SymInt)) or isinstance(r, bool):
+    if not is_int(r):
         raise fail(fn, "r", "an int of at least 1", f"a {type(r).__name__}", "Pass the rank of the adapter.")
     if r < 1:
         raise fail(fn, "r", "at least 1", r, "A layer without an adapter is torch.nn.functional.linear.")
@@ -151,7 +172,7 @@ def check_s(fn: str, s: float) -> None:
     """``s`` is a finite Python number; tensors would hide a gradient that is never computed."""
     if isinstance(s, Tensor):
         raise fail(fn, "s", "a finite Python number", "a Tensor", "Pass alpha / r as a float, for example s.item().")
-    if not isinstance(s, (int, float, torch.SymFloat)) or isinstance(s, bool):
+    if not is_number(s):
         raise fail(fn, "s", "a finite Python number", f"a {type(s).__name__}", "Pass alpha / r.")
     if s - s != 0:  # inf or NaN; math.isfinite breaks the graph where torch.compile makes s symbolic
         raise fail(fn, "s", "a finite Python number", s, "Pass alpha / r, or alpha / sqrt(r) for rsLoRA.")
@@ -177,14 +198,16 @@ def check_operands(fn: str, tensors: dict[str, Any], remedy: str = "Keep it as d
     check_frozen(fn, "W", W)
 
 
-def check_weights(fn: str, tensors: dict[str, Any], s: float, *remedy: str) -> None:
-    """What every function that takes W, A, B (and perhaps x and more, each with one axis N) asks of them. ``remedy``: as of
-    :func:`check_operands`."""
-    axes = {"W": "N K", "A": "r K", "B": "N r", "x": "... K"}
-    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors}, tensors)
+def check_weights(
+    fn: str, tensors: dict[str, Any], s: Any, *remedy: str, axes: dict[str, str] = LAYER, texts: Sequence[str] = ()
+) -> dict[str, int]:
+    """What every function that takes W, A, B, and perhaps x and more, asks of them; the sizes of their axes. ``remedy``: as of
+    :func:`check_operands`; ``texts``: as of :func:`check_shapes`; empty ``axes``: the caller looks at these."""
+    sizes = check_shapes(fn, {arg: axes.get(arg, "N") for arg in tensors if axes.get(arg, "N")}, tensors, *texts)
     check_rank(fn, sizes["r"])
     check_operands(fn, tensors, *remedy)
     check_s(fn, s)
+    return sizes
 
 
 def check_frozen(fn: str, arg: str, t: Tensor | Weight | None) -> None:

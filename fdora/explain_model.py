@@ -80,22 +80,16 @@ def explain(model: str | Path, *, tokens: int = 4096, r: int | None = None, gpu:
     if find_spec("triton") is None:
         notes = [*notes, "Without Triton fdora's numbers are of formulas: some percent below those of its plans."]
     rows = [("layer", "(N, K)", "count", "r", "what runs", *METHODS.values(), *METHODS.values())]
-    times, kept, output = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0), dict.fromkeys(METHODS, 0)
-    for kind in kinds:
-        of = {m: cost(tokens, kind, gpu, m) for m in METHODS}
-        for m, p in of.items():
-            times[m] += kind.layers * (p.forward + p.backward)
-            kept[m] += kind.layers * p.kept
-            output[m] += kind.layers * p.output
-        ms = [f"{1e3 * (p.forward + p.backward):.3f}" for p in of.values()]
-        mib = [memory(p.kept, p.output, 1) for p in of.values()]
-        rows.append((kind.name, f"({kind.N}, {kind.K})", f"{kind.layers}", f"{kind.r}", of["fdora"].path, *ms, *mib))
+    costs = [[cost(tokens, kind, gpu, m) for m in METHODS] for kind in kinds]
+    for kind, of in zip(kinds, costs, strict=True):
+        ms = [f"{1e3 * (p.forward + p.backward):.3f}" for p in of]
+        mib = [memory(p.kept, p.output, 1) for p in of]
+        rows.append((kind.name, f"({kind.N}, {kind.K})", f"{kind.layers}", f"{kind.r}", of[0].path, *ms, *mib))
     again = sum(2 * tokens * K * count for K, count in read_again(kinds))
-    layers = sum(kind.layers for kind in kinds)
-    total = [f"{1e3 * t:.1f}" for t in times.values()], [memory(kept[m] - again, output[m], 0) for m in METHODS]
-    rows.append(
-        ("all", "", f"{layers}", "", "an x that several layers read is kept once" if again else "", *total[0], *total[1])
-    )
+    every = [[p for kind, p in zip(kinds, of, strict=True) for _ in range(kind.layers)] for of in zip(*costs, strict=True)]
+    ms = [f"{1e3 * sum(p.forward + p.backward for p in of):.1f}" for of in every]
+    mib = [memory(sum(p.kept for p in of) - again, sum(p.output for p in of), 0) for of in every]
+    rows.append(("all", "", f"{len(every[0])}", "", "an x that several layers read is kept once" if again else "", *ms, *mib))
     rate = GPUS[gpu]
     head = [
         f"{title}, {tokens} tokens, bfloat16",

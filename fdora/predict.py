@@ -73,6 +73,11 @@ class Operations(NamedTuple):
     output: int = 0
 
 
+def product(M: int, N: int, K: int) -> Op:
+    """Of (M, K) and (K, N)."""
+    return 2 * M * N * K, M * K + N * K + M * N
+
+
 def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Operations:
     """The formulas at the head of this file.
 
@@ -82,9 +87,7 @@ def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Oper
     for arg, size in {"M": M, "N": N, "K": K, "r": r}.items():
         if size < 1:
             raise fail("predict", arg, "at least 1", size, "It is a number of tokens, features or ranks.")
-    base: Op = (2 * M * N * K, M * K + N * K + M * N)
-    h: Op = (2 * M * K * r, M * K + r * K + M * r)
-    lora: Op = (2 * M * N * r, M * r + N * r + M * N)
+    base, h, lora = product(M, N, K), product(M, r, K), product(M, N, r)
     dh, dA, dB = lora, h, lora  # the same sizes, other roles
     stock_backward: list[Op] = [dh, dA, dB, h, base, (0, 3 * M * K)]
     if method == "lora":
@@ -93,15 +96,15 @@ def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Oper
     if method == "peft_dora":
         dense: list[Op] = [
             (0, K * K),
-            (2 * K * K * r, K * K + 2 * K * r),
-            (2 * K * N * r, K * r + N * r + N * K),
+            product(K, K, r),
+            product(K, N, r),
             *((0, passes * N * K) for passes in (2, 3, 1)),
         ]
         forward = [base, h, lora, *dense, (0, 12 * M * N)]
         return Operations("PEFT", [], forward, [(0, 17 * M * N), *stock_backward], M * K + M * r + 2 * M * N)
     if method != "fdora":
         raise fail("predict", "method", "'fdora', 'lora' or 'peft_dora'", repr(method), "Compare these.")
-    norm: list[Op] = [(2 * N * K * r, N * K + r * K + N * r)]
+    norm = [product(N, K, r)]
     if M <= FEW:
         path = "few tokens: one pass over W"
         forward = [(base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]

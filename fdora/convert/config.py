@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from fdora._check import check_rank, fail
+from fdora._check import check_rank, fail, is_number
 
 Config = Mapping[str, Any]
 
@@ -103,6 +103,6 @@ def scaling(fn: str, config: Config, path: str, r: int) -> float:
 
 def number(fn: str, config: Config, field: str) -> float:
     value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    if not is_number(value) or not abs(value) <= sys.float_info.max:
         raise fail(fn, field, "a finite number", repr(value), "Write into the config what the adapter was trained with.")
     return value

@@ -152,8 +152,8 @@ def linear_fwd(
     o: Options,
     dropout: Dropout,
     h: Tensor | None,
-    residual: Tensor | None = None,
-    base: Tensor | None = None,
+    residual: Tensor | None,
+    base: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x (M, K) -> y (M, N), h (M, r) and, when y cannot stand in for it, v, all in x's dtype. ``base``: x W^T if known."""
     W, A, B, m, c, bias, seed = la
@@ -192,7 +192,7 @@ def linear_bwd(
     need_x: bool,
     needs: Needs,
     accumulate_into: Tensor | None,
-    fp8: bool = False,
+    fp8: bool,
 ) -> tuple[Tensor | None, Grads]:
     """dx, added to ``accumulate_into`` in place where torch.func and compilers do not look, and what ``needs`` asks for."""
     W, A, B, m, c, bias, seed = la

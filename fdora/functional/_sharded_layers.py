@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from fdora._check import fail
+from fdora._check import check_only, fail
 from fdora._records import Conv
 from fdora.autograd.norm import sharded_norm
 from fdora.functional._layout import (
@@ -84,10 +84,9 @@ def embedding(call: Callable, ids: Any, layer: DoraLayer, padding_idx: int | Non
     norm_axis, max_norm, backend = rest["norm_axis"], rest["max_norm"], rest["backend"]
     mesh = mesh_of(fn, {"ids": ids} | tensors_of(layer))
     lay = layout(fn, mesh, TABLE if norm_axis == 0 else TABLE_OF_ROWS, W, ids, range(ids.dim()))
-    if "columns" in lay.ways and (norm_axis != 0 or max_norm is not None):
-        arg, want = ("norm_axis", 0) if norm_axis != 0 else ("max_norm", None)
-        have = norm_axis if norm_axis != 0 else max_norm
-        raise fail(fn, arg, f"{want} where W is cut by columns", have, "Cut W by rows: the length of a row has to be known.")
+    if "columns" in lay.ways:
+        remedy = "Cut W by rows: the length of a row has to be known."
+        check_only(fn, "where W is cut by columns", remedy, norm_axis=(norm_axis, 0), max_norm=(max_norm, None))
     w, a, b, m, s, _, c = parts(local_layer(fn, lay, layer)[0])
     who = here = local(fn, lay, "ids", ids)
     spread = tuple([(mesh, i) for i, way in enumerate(lay.ways) if way == "vocabulary"])
@@ -117,9 +116,9 @@ def conv(call: Callable, fn: str, n: int, x: Any, layer: DoraLayer, asked: tuple
     if x.dim() != n + 2:
         raise fail(fn, "x", f"of {n + 2} axes with DTensors", x.dim(), "Give it an axis of images: x[None].")
     cut = next((i for i, way in enumerate(lay.ways) if way in ("col", "row")), None)
-    if cut is not None and (groups != 1 or transposed):
-        arg, want, have = ("groups", 1, groups) if groups != 1 else ("transposed", False, True)
-        raise fail(fn, arg, f"{want} where W is cut", have, f"Replicate W {where(mesh, cut)}, and cut x by images.")
+    if cut is not None:
+        remedy = f"Replicate W {where(mesh, cut)}, and cut x by images."
+        check_only(fn, "where W is cut", remedy, groups=(groups, 1), transposed=(transposed, False))
 
     def norm(W: Any, A: Any, B: Any, s: Any, over: Any) -> Tensor:
         return norm_of_parts((W.flatten(1), A.flatten(1), B.flatten(1)), s, over, backend)

@@ -163,8 +163,5 @@ class Leaf:
             start, found, rest = str(error).partition("` must ")
             if self.fn:
                 start = f"fdora.{self.fn}: {start.partition(': ')[2]}"
-            raise FdoraError(f"{start}` of leaf {_path(self.spec, self.i)} must {rest}" if found else str(error)) from None
-
-
-def _path(spec: Any, i: int) -> str:
-    return optree.treespec_accessors(spec)[i].codify("weights")
+            path = optree.treespec_accessors(self.spec)[self.i].codify("weights")
+            raise FdoraError(f"{start}` of leaf {path} must {rest}" if found else str(error)) from None

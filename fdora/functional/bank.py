@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._check import (
-    Weight,
-    check_device,
-    check_dtype,
-    check_operands,
-    check_rank,
-    check_s,
-    check_shapes,
-    check_whole,
-    fail,
-)
+from fdora._check import BANK, EXPERTS, Weight, check_device, check_dtype, check_s, check_weights, check_whole, fail
 from fdora.autograd.multi import bank_norm
 from fdora.autograd.norm import root_of_sum
 from fdora.functional.backend import select_backend
@@ -37,15 +27,12 @@ MOST_OF_EACH = 32_767  # beside ``ranks``, which reach the device in 15 bits eac
 
 def check_bank(fn: str, tensors: dict[str, Any]) -> int:
     """W, A, B and perhaps more of one bank; how many adapters it has."""
-    axes = {"W": "N K", "A": "G r K", "B": "G N r", "m": "G N", "norm": "G N", "bias": "N", "x": "... K"}
     check_whole(fn, tensors)
-    sizes = check_shapes(fn, {arg: axes[arg] for arg in tensors}, tensors)
-    check_rank(fn, sizes["r"])
-    if sizes["G"] < 1:
+    adapters = check_weights(fn, tensors, 1.0, axes=BANK)["G"]  # each has an s of its own
+    if adapters < 1:
         have = tuple(tensors["A"].shape)
         raise fail(fn, "A", "a bank of at least one adapter", have, "A layer without adapters is torch.nn.functional.linear.")
-    check_operands(fn, tensors)
-    return sizes["G"]
+    return adapters
 
 
 def check_one(fn: str, offsets: Any, ids: Any, which: str) -> None:
@@ -102,25 +89,16 @@ def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
     return torch.stack([torch.full((), each, dtype=dtype, device=like.device) for each in s])
 
 
-def check_stack(fn: str, W: QuantWeight, sizes: dict[str, int]) -> None:
-    """Experts of codes, one behind the other."""
-    E, N, K = (sizes[axis] for axis in "ENK")
-    if tuple(W.shape) != (E * N, K):
-        remedy = "Flatten the first two axes of the stack before its constructor in fdora.quant, or call dora_linear for each."
-        raise fail(fn, "W", f"a QuantWeight of {(E * N, K)}, {E} experts of {N} rows", tuple(W.shape), remedy)
-
-
 def check_stacks(fn: str, tensors: dict[str, Any], s: float, *texts: str) -> dict[str, int]:
     """W, A, B and perhaps more of the experts of a mixture, and their sizes; ``texts``: as of check_shapes."""
-    axes = {"W": "E N K", "A": "E r K", "B": "E N r", "m": "E N", "bias": "E N", "norm": "E N", "x": "T K"}
-    coded = isinstance(tensors["W"], QuantWeight)
+    W = tensors["W"]
     check_whole(fn, tensors)
-    sizes = check_shapes(fn, {arg: axes[arg] for arg in tensors if not (coded and arg == "W")}, tensors, *texts)
-    if coded:
-        check_stack(fn, tensors["W"], sizes)
-    check_rank(fn, sizes["r"])
-    check_operands(fn, tensors)
-    check_s(fn, s)
+    coded = isinstance(W, QuantWeight)
+    sizes = check_weights(fn, tensors, s, axes=EXPERTS | {"W": ""} if coded else EXPERTS, texts=texts)
+    E, N, K = (sizes[axis] for axis in "ENK")
+    if coded and tuple(W.shape) != (E * N, K):  # one behind the other
+        remedy = "Flatten the first two axes of the stack before its constructor in fdora.quant, or call dora_linear for each."
+        raise fail(fn, "W", f"a QuantWeight of {(E * N, K)}, {E} experts of {N} rows", tuple(W.shape), remedy)
     return sizes
 
 

@@ -202,18 +202,17 @@ def kernel_rows(W: Tensor, A: Tensor, B: Tensor, groups: int) -> tuple[Tensor, T
 def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
     """The same with a number for each axis."""
     stride, padding, dilation, groups, padding_mode, transposed, out = asked
-    each = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": out}
-    least = {"stride": 1, "dilation": 1}
+    each = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1), ("output_padding", out, 0))
     found: dict[str, Any] = {}
-    for arg, given in each.items():
+    for arg, given, least in each:
         if arg == "padding" and isinstance(given, str) and not transposed:
             if given not in ("same", "valid"):
                 raise fail(fn, arg, "'same', 'valid' or whole numbers", repr(given), "Pass what nn.Conv takes.")
             found[arg] = given
             continue
         numbers = (given,) * n if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else (None,)
-        if len(numbers) != n or not all(type(i) is int and i >= least.get(arg, 0) for i in numbers):
-            want = f"a whole number of at least {least.get(arg, 0)}, or {n} of them"
+        if len(numbers) != n or not all(type(i) is int and i >= least for i in numbers):
+            want = f"a whole number of at least {least}, or {n} of them"
             raise fail(fn, arg, want, repr(given), "Pass what nn.Conv takes.")
         found[arg] = numbers
     if found["padding"] == "same" and found["stride"] != (1,) * n:
@@ -227,7 +226,7 @@ def geometry(fn: str, n: int, asked: tuple[Any, ...]) -> Conv:
         raise fail(fn, "padding_mode", want, repr(padding_mode), "Pass what nn.Conv takes.")
     if not transposed and any(found["output_padding"]):
         raise fail(fn, "output_padding", "0 without transposed=True", repr(out), "Leave it out.")
-    return Conv(found["stride"], found["padding"], found["dilation"], groups, padding_mode, transposed, found["output_padding"])
+    return Conv(groups=groups, padding_mode=padding_mode, transposed=transposed, **found)
 
 
 def check_conv(fn: str, n: int, tensors: dict[str, Any], how: Conv) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, check_operands, check_rank, check_s, check_shapes, fail, once
+from fdora._check import check_dtype, check_weights, fail, is_int, is_number, once
 from fdora._dispatch import Backend
 from fdora._records import Lookup, NormOf
 from fdora._torch import is_traced
@@ -117,23 +117,20 @@ def check_embedding(
 
     def check() -> None:
         axis, maker = ("d", "dora_norm(W.T, A, B, s=s)") if norm_axis == 0 else ("V", "dora_norm(W, B.T, A.T, s=s)")
-        spec, tensors = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}, tensors_of(layer, ids=ids)
-        sizes = check_shapes(fn, spec, tensors, "nn.Embedding", maker)
-        check_rank(fn, sizes["r"])
-        check_operands(fn, tensors)
+        axes = {"ids": "...", "W": "V d", "A": "r V", "B": "d r", "m": axis, "norm": axis}
+        check_weights(fn, tensors_of(layer, ids=ids), s, axes=axes, texts=("nn.Embedding", maker))
         check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
-        check_s(fn, s)
 
     sharded = once(fn, (ids, W, A, B, m, norm), (s, float(norm_axis)), check, W=W)
     if padding_idx is not None:
-        whole = isinstance(padding_idx, (int, torch.SymInt)) and not isinstance(padding_idx, bool)
+        whole = is_int(padding_idx)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:
             have = str(padding_idx) if whole else f"a {type(padding_idx).__name__}"
             raise fail(
                 fn, "padding_idx", f"None or the number of one of {W.shape[0]} rows", have, "Pass what nn.Embedding takes."
             )
     if max_norm is not None:
-        number = isinstance(max_norm, (int, float, torch.SymFloat)) and not isinstance(max_norm, bool)
+        number = is_number(max_norm)
         if not number or not 0 < max_norm < float("inf"):
             have = str(max_norm) if number else f"a {type(max_norm).__name__}"
             raise fail(fn, "max_norm", "None or a positive Python number", have, "Pass what nn.Embedding takes.")

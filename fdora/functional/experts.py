@@ -16,6 +16,7 @@ from fdora._check import (
     check_shapes,
     check_tensor,
     fail,
+    is_int,
     once,
 )
 from fdora._dispatch import Backend
@@ -121,7 +122,7 @@ def dora_experts(
     return y.squeeze(1) if gates is None and ids.dim() == 1 else y
 
 
-def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any] = (None, None)) -> Tensor:
+def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any]) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
     E = count_of(layer)
     if name == "triton":
@@ -279,7 +280,7 @@ def ends_of(fn: str, offsets: Any, tokens: int, experts: int) -> list[int]:
         ends = offsets.tolist()
     else:
         ends = list(offsets) if isinstance(offsets, (list, tuple)) else [None]
-        if not all(isinstance(end, (int, torch.SymInt)) and not isinstance(end, bool) for end in ends):
+        if not all(map(is_int, ends)):
             raise fail(fn, "offsets", "a tensor or a list of whole numbers", repr(offsets), "Pass counts.cumsum(0).")
         _check_count(fn, len(ends), experts)
     if any(b > e for b, e in zip([0, *ends], [*ends, tokens], strict=True)):

@@ -176,8 +176,8 @@ def _target(
         if choice.name == "triton" and "asked for" not in choice.reason:
             choice = choice._replace(reason=f"{name(dtype)} on the {GPUS[gpu].name}")
         return choice, GPUS[gpu], None
+    want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
     if gpu is not None and not str(gpu).startswith("cuda"):
-        want = f"one of {', '.join(GPUS)}, or a GPU of this machine"
         raise fail("explain", "gpu", want, repr(gpu), "Take the most similar one, and look at ratios.")
     if gpu is not None and not torch.cuda.is_available():
         raise fail("explain", "gpu", f"one of {', '.join(GPUS)} here", repr(gpu), "This machine has no GPU.")
@@ -185,13 +185,13 @@ def _target(
         where = device if gpu is None else torch.device(gpu)
         rates = gpu_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
     except (RuntimeError, AssertionError) as error:  # no such index; a name that torch does not read
-        want, has = f"one of {', '.join(GPUS)}, or a GPU of this machine", torch.cuda.device_count()
-        raise fail("explain", "gpu", want, repr(gpu), f"They are cuda:0 to cuda:{has - 1}.") from error
+        last = torch.cuda.device_count() - 1
+        raise fail("explain", "gpu", want, repr(gpu), f"They are cuda:0 to cuda:{last}.") from error
     return select_backend(where, dtype, backend=backend), rates, where
 
 
-def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple[Recording, int, list[Tensor], Any]:
-    """What the call did, how much of it in forward, what autograd saved, and its result."""
+def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple[Recording, int, dict[int, Tensor], Any]:
+    """What the call did, how much of it in forward, what autograd saved, by storage, and its result."""
     saved: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple
         if ys:
             trained = [t for t in optree.tree_leaves(_tree(call)) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(ys, trained, list(map(torch.empty_like, ys)), allow_unused=True)
-    return noted, first, list(saved.values()), out
+    return noted, first, saved, out
 
 
 def held_by_nodes(ys: list[Any]) -> Iterator[Tensor]:
@@ -224,17 +224,15 @@ def held_by_nodes(ys: list[Any]) -> Iterator[Tensor]:
             todo += [each for each, _ in node.next_functions]
 
 
-def _kept(fn: Callable, a: dict[str, Any], noted: Recording, saved: list[Tensor], out: Any) -> tuple[Kept, ...]:
+def _kept(fn: Callable, a: dict[str, Any], noted: Recording, saved: dict[int, Tensor], out: Any) -> tuple[Kept, ...]:
     given = {storage_of(t): arg for arg, of in a.items() for t in optree.tree_leaves(of) if isinstance(t, Tensor)}
     outputs = {storage_of(y) for y in optree.tree_leaves(out)}
     shown = set(a) if fn in (dora_norm, dora_compose, dora_delta) else {next(iter(a))}  # others are parameters
-    kept = [t for t in saved if given.get(storage_of(t), next(iter(shown))) in shown]
-    labels = [given.get(at) or noted.names.get(at) or _of_torch(a, t) for t in kept for at in (storage_of(t),)]
-    whose = ["argument" if at in given else "output" if at in outputs else "new" for at in map(storage_of, kept)]
-    return tuple(
-        Kept(label, tuple(t.shape), t.dtype, t.nbytes, each)
-        for label, t, each in zip(_distinct(fn, a, labels), kept, whose, strict=True)
-    )
+    kept = {at: t for at, t in saved.items() if at not in given or given[at] in shown}
+    labels = _distinct(fn, a, [given.get(at) or noted.names.get(at) or _of_torch(a, t) for at, t in kept.items()])
+    whose = ["argument" if at in given else "output" if at in outputs else "new" for at in kept]
+    each = zip(labels, kept.values(), whose, strict=True)
+    return tuple(Kept(label, tuple(t.shape), t.dtype, t.nbytes, of) for label, t, of in each)
 
 
 def _of_torch(a: dict[str, Any], t: Tensor) -> str:

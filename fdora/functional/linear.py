@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, check_left_out, check_weights, fail, name, once
+from fdora._check import check_dtype, check_left_out, check_weights, fail, is_number, name, once
 from fdora._dispatch import Backend
 from fdora._recording import active
 from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
@@ -153,7 +153,7 @@ def check_layer(fn: str, x: Tensor, layer: DoraLayer) -> bool:
     """Whether they are DTensors, whose parts are checked in their turn."""
     W, A, B, m, s, bias, norm = layer
     tensors = (x, W, A, B, m, bias, norm)
-    return once(fn, tensors, (s,), lambda: check_weights(fn, tensors_of(layer, x=x), s), W=W)  # type: ignore[arg-type]
+    return once(fn, tensors, (s,), lambda: check_weights(fn, tensors_of(layer, x=x), s), W=W)
 
 
 def cast_x(fn: str, x: Tensor, W: Any) -> Tensor:
@@ -174,7 +174,7 @@ def dtype_of_products(fn: str, x: Tensor, W: Any) -> torch.dtype:
 def check_dropout(fn: str, p: float, mode: str) -> None:
     if mode not in ("lora", "peft"):
         raise fail(fn, "dropout_mode", "'lora' or 'peft'", repr(mode), "PEFT's lora_dropout is 'peft'.")
-    if not isinstance(p, (int, float, torch.SymFloat)) or isinstance(p, bool):
+    if not is_number(p):
         have = f"a {type(p).__name__}"
         raise fail(fn, "dropout_p", "a Python number", have, "Pass the probability that an element is dropped.")
     if not 0 <= p < 1:
@@ -185,7 +185,7 @@ def dropout_of(p: float, mode: DropoutMode) -> Dropout:
     return Dropout(p, mode if p else "lora")
 
 
-def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool = True, formed: bool = True) -> Tensor | None:
+def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool, formed: bool) -> Tensor | None:
     """c as a layer on x takes it; None where its plan forms it, if it may be ``formed`` there. Without ``detach`` it has
     gradients to A and B: of a given norm the value is taken."""
     W, A, B, _, s, _, c = layer

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdora._check import WIDE, Weight, check_dtype, check_frozen, check_weights, fail, name, once
+from fdora._check import WIDE, Weight, check_dtype, check_frozen, check_only, check_weights, fail, name, once
 from fdora._records import NormOf
 from fdora.autograd.norm import WORDS, smallest_bytes_of
 from fdora.quant import QuantWeight
@@ -81,10 +81,8 @@ class NormHow(NamedTuple):
 def check_norm(fn: str, W: Any, A: Tensor, B: Tensor, s: float, how: NormHow) -> NormOf:
     """What the norm of rows is of."""
     norm_axis, base_sqnorm, detach, max_bytes, state, squared, group = how
-    if isinstance(W, Weight) and (norm_axis != 1 or not detach):
-        arg, want = ("norm_axis", "1") if norm_axis != 1 else ("detach", "True")
-        given = norm_axis if norm_axis != 1 else detach
-        raise fail(fn, arg, f"{want} for a quantised W", given, "Pass W.dequantize().")
+    if isinstance(W, Weight):
+        check_only(fn, "for a quantised W", "Pass W.dequantize().", norm_axis=(norm_axis, 1), detach=(detach, True))
     if norm_axis == 0:
         check_weights(fn, {"W": W, "A": A, "B": B}, s)  # here, where they still have their names
         W, A, B = W.T, B.T, A.T

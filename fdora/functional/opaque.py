@@ -60,8 +60,8 @@ def linears(
     p: float,
     mode: DropoutMode,
     keep_inner: bool,
-    act: str = "",
-    computes: tuple[Any, Any] = (None, None),
+    act: str,
+    computes: tuple[Any, Any],
 ) -> Sequence[Tensor]:
     """p and mode are those of dropout, ``computes`` of forward and of gradients. In such an op the norm of each layer may be
     what its giver is known by (give_norm), an int64 tensor: it is asked for when the op runs."""

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Generator, Tensor
 
-from fdora._check import FdoraError, Weight, check_weight, fail, is_sharded, name
+from fdora._check import Weight, check_weight, fail, is_sharded, name
 from fdora._dispatch import Backend
 from fdora._records import Norms
 from fdora._torch import dispatch_modes, is_traced
@@ -149,7 +149,10 @@ def leaves_of(fn: str, weights: Any, params: Any, s: Any) -> Leaves:
     try:
         A, B = [p[0] for p in pairs], [p[1] for p in pairs]
     except (TypeError, IndexError, KeyError):
-        raise _no_factors(fn, spec, pairs) from None
+        i = next(i for i, p in enumerate(pairs) if not isinstance(p, (tuple, list)) or len(p) < 2)
+        with Leaf(spec, i):
+            have = f"a {type(pairs[i]).__name__}"
+            raise fail(fn, "params", "DoraParams or (A, B)", have, "Make it with dora_init_tree.") from None
     return Leaves(spec, W, A, B, _for_each(fn, "s", spec, s, NUMBER))
 
 
@@ -256,12 +259,6 @@ def _up_to(fn: str, arg: str, spec: Any, tree: Any) -> list:
         return spec.flatten_up_to(tree)
     except ValueError as error:
         raise fail(fn, arg, "of the structure of weights", "another one", f"{str(error).rstrip('.')}.") from None
-
-
-def _no_factors(fn: str, spec: Any, pairs: list) -> FdoraError:
-    i = next(i for i, p in enumerate(pairs) if not isinstance(p, (tuple, list)) or len(p) < 2)
-    with Leaf(spec, i):
-        raise fail(fn, "params", "DoraParams or (A, B)", f"a {type(pairs[i]).__name__}", "Make it with dora_init_tree.")
 
 
 def check_tree_state(fn: str, parts: list, state: NormTreeState) -> None:

@@ -20,37 +20,38 @@ FORWARDS = count(-2, -1)  # tasks of backward have the numbers from 0
 class Hook:
     """Before and after the forward of a model. A copy or a pickle of the model has one that does nothing."""
 
-    def __init__(self, norms: ModelNorms | None = None, root: nn.Module | None = None):
-        self.norms = norms
-        self.root = None if root is None else weakref.ref(root)
+    def __init__(self, norms: Any = None, root: Callable[[], Any] = lambda: None):
+        self.norms, self.root = norms, root
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.norms is None or self.root is None or self.root() is not module:
+        norms = self.norms
+        if self.root() is not module:
             return
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling() and not exporting() and not in_subgraph():
-                self.norms.trace()
+                norms.trace()
             return
-        self.norms.watch()
-        self.norms.local.forward = -1 if watched() else next(FORWARDS)
+        norms.watch()
+        norms.local.run, norms.local.forward = None, -1
         if watched():
-            self.norms.local.run = None
             return
-        self.norms.local.run = self.norms.compute(backward_task())
-        if self.norms.on_shards is not None:
-            self.norms.on_shards.compute()
+        norms.local.forward = next(FORWARDS)
+        norms.local.run = norms.compute(backward_task())
+        if norms.on_shards is not None:
+            norms.on_shards.compute()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.norms is not None and self.root is not None and self.root() is module:
+        norms = self.norms
+        if self.root() is module:
             if not torch.compiler.is_compiling():
-                self.norms.local.run, self.norms.local.forward = None, -1
-                if self.norms.on_shards is not None:
-                    self.norms.on_shards.running = False
-            if self.norms.traced is not None:
-                self.norms.traced = None
+                norms.local.run, norms.local.forward = None, -1
+                if norms.on_shards is not None:
+                    norms.on_shards.running = False
+            if norms.traced is not None:
+                norms.traced = None
 
 
 def watched() -> bool:
@@ -76,36 +77,25 @@ def hook(
 ) -> None:
     """Before each forward of any of these modules of the model compute the norms of the layers that ``find`` lists among
     modules, some of ``kepts``; and on their shards of those that ``find_shards`` does."""
-    norms, left = ModelNorms(weakref.ref(model), find), Left(len(kepts))
+    norms, served, handles = ModelNorms(weakref.ref(model), find), Served(), list[Any]()
     norms.on_shards = None if find_shards is None else ShardNorms(find_shards)
     norms.kepts = list(map(weakref.ref, kepts))
     for kept in kepts:
-        kept.norms = norms
-        left.watch(kept)
+        kept.norms, kept.served = norms, served
     for root in roots:
-        each = Hook(norms, root)
-        left.handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))
-        left.handles.append(root.register_forward_hook(each.after, always_call=True))
+        each = Hook(norms, weakref.ref(root))
+        handles.append(root.register_forward_pre_hook(each.before, prepend=True, with_kwargs=True))
+        handles.append(root.register_forward_hook(each.after, always_call=True))
+    weakref.finalize(served, remove, handles).atexit = False
 
 
-class Left:
-    """How many layers there are to serve. Where the last one is gone (merge_and_unload) the hooks go as well."""
+class Served:
+    """Held by all layers that are to be served. Where the last one is gone (merge_and_unload) the hooks go as well."""
 
-    def __init__(self, count: int):
-        self.count = count
-        self.handles: list[Any] = []
 
-    def watch(self, kept: Any) -> None:
-        if kept.watcher is not None:
-            kept.watcher.detach()  # of hooks that are gone
-        kept.watcher = weakref.finalize(kept, self.one_less)
-        kept.watcher.atexit = False
-
-    def one_less(self) -> None:
-        self.count -= 1
-        if self.count == 0:
-            for handle in self.handles:
-                handle.remove()
+def remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def unhook(model: nn.Module) -> None:

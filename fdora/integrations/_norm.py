@@ -29,7 +29,7 @@ class KeptNorm:
         self.room: tuple[Any, Tensor, Tensor] | None = None  # whose it is (None: what FSDP gathers comes and goes), c, words
         self.norms: Any = None  # those of all layers of a model, see _tree.py
         self.place = UNASKED
-        self.watcher: Any = None  # tells the hooks of the model when this is gone
+        self.served: Any = None  # see _hook.py
         self.base: weakref.ref[Any] | None = None  # the module whose weight it is the norm of
         self.layer: weakref.ref[Any] | None = None  # with the adapter
         self.shard: Shard | None = None

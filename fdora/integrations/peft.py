@@ -18,6 +18,7 @@ from fdora.integrations._framework import need, put_back
 
 need("peft", "peft", "0.18.0")
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -41,11 +42,11 @@ from fdora.integrations._peft.blocks import fuse_blocks, unfuse_blocks
 from fdora.integrations._peft.dora import Dora, ours
 from fdora.integrations._peft.layer import fuse_layer, unfuse_layer
 from fdora.integrations._peft.norms import hook_layers, norms_of
-from fdora.integrations._peft.quantised import warn_of
+from fdora.integrations._peft.quantised import MISREAD
 from fdora.integrations._peft.report import Report, rows
 from fdora.integrations._peft.rounded import record, round_base, tied, unround
 from fdora.integrations._peft.sharded import gathers
-from fdora.integrations._peft.variants import OURS, own_norm, warn_of_groups
+from fdora.integrations._peft.variants import OF_GROUPS, OURS, own_norm
 
 __all__ = [
     "LayerBank",
@@ -141,11 +142,9 @@ def use_fdora(
             fuse_layer(layer)
             if variant.misread(layer) is not None:
                 wrong.append(path)
-    if wrong:
-        warn_of(len(wrong), wrong[0])
-    grouped = [path for path, layer in layers if own_norm(layer)]
-    if grouped:
-        warn_of_groups(len(grouped), grouped[0])
+    for text, paths in ((MISREAD, wrong), (OF_GROUPS, [path for path, layer in layers if own_norm(layer)])):
+        if paths:
+            warnings.warn(text.format(len(paths), paths[0]), stacklevel=2)
     if not any(ours(layer) for _, layer in layers):
         raise FdoraError(
             "fdora.use_fdora: `model` must have a DoRA adapter of PEFT, got none. "

@@ -6,6 +6,7 @@ there, no DoRA. The bank is stacked for every call from the adapters that the ba
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -200,9 +201,5 @@ def member_of(module: Any, x: Tensor, name: str) -> Member | str:
 
 def of_one_dtype(whole: list[DoraParams]) -> list[DoraParams]:
     """Parameters that can be a bank: the wider dtype where they differ, which is exact."""
-    for part in range(3):
-        dtypes = {p[part].dtype for p in whole}
-        if len(dtypes) > 1:
-            wide = torch.float64 if torch.float64 in dtypes else torch.float32
-            whole = [DoraParams(*(t.to(wide) if i == part else t for i, t in enumerate(p))) for p in whole]
-    return whole
+    wide = [reduce(torch.promote_types, [t.dtype for t in each]) for each in zip(*whole, strict=True)]
+    return [DoraParams(*[t.to(dtype) for t, dtype in zip(p, wide, strict=True)]) for p in whole]

@@ -14,7 +14,6 @@ quantises again; to unmerge it subtracts. So for the time of either that delta i
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +48,9 @@ def family(base: nn.Module) -> str:
     if of in PLAIN and W.dtype == torch.float8_e4m3fn and scale_of(base) is not None:
         return FP8
     if type(base) is not nn.Linear:
-        return of_class(type(base))
+        names = ((each.__module__, each.__qualname__) for each in type(base).__mro__)
+        return next((CLASSES[name] for name in names if name in CLASSES), "")
     return TORCHAO if of not in PLAIN and of.__module__.startswith("torchao.") else ""
-
-
-def of_class(kind: type) -> str:
-    found = [CLASSES[key] for each in kind.__mro__ if (key := (each.__module__, each.__qualname__)) in CLASSES]
-    return found[0] if found else ""
 
 
 def scale_of(base: Any) -> Any:
@@ -254,13 +249,11 @@ def misread(base: Any, W: QuantWeight) -> bool:
     return bool((theirs - ours).float().norm() > 1e-3 * ours.float().norm())  # right, it is the same bits
 
 
-def warn_of(count: int, example: str) -> None:
-    warnings.warn(
-        f"fdora.use_fdora: bitsandbytes reads {count} weights wrongly on this CPU, one of them in `{example}`: their blocks "
-        "cross rows. fdora reads them right, but PEFT took m from what it read wrongly: for new adapters call "
-        "init_magnitude(model). Both read it right with a blocksize that divides in_features.",
-        stacklevel=3,
-    )
+MISREAD = (
+    "fdora.use_fdora: bitsandbytes reads {} weights wrongly on this CPU, one of them in `{}`: their blocks "
+    "cross rows. fdora reads them right, but PEFT took m from what it read wrongly: for new adapters call "
+    "init_magnitude(model). Both read it right with a blocksize that divides in_features."
+)
 
 
 class Merging(TorchaoLoraLinear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,7 +94,33 @@ class Report(list[Row]):
         ``print(report(model).explain(gpu="h200"))``. Nothing runs. ``tokens`` of the whole batch; ``gpu`` as for
         :func:`fdora.functional.explain`, None is the GPU that the model is on.
         """
-        return explain_rows(self, tokens, gpu)
+        if type(tokens) is not int or tokens < 1:
+            raise FdoraError(
+                f"fdora.Report.explain: `tokens` must be at least 1, got {tokens}. It is sequences times their length."
+            )
+        kinds: dict[Layout, list[Row]] = {}
+        for row in self:
+            if row.layout is not None:
+                kinds.setdefault(row.layout, []).append(row)
+        text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
+        text += on_dropout(self)
+        planned: list[tuple[int, Explanation]] = []
+        for how, members in kinds.items():
+            row = members[0]
+            names = row.module if len(members) == 1 else f"{row.module} and {len(members) - 1} more"
+            text += ["", f"{len(members)} x {row.shape[0]}x{row.shape[1]}, r = {row.r}: {names}"]
+            where = gpu or (how.device if how.device.startswith("cuda") else None)
+            if where is None:
+                text.append(f"backend {row.backend} ({row.why}): plain torch has no plan. Pass gpu='h200' to ask for a GPU's.")
+                continue
+            said = explain_layer(how, tokens, where)
+            text.append(str(said))
+            if said.plans:
+                planned.append((len(members), said))
+        left = len(self) - sum(map(len, kinds.values()))
+        if left:
+            text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
+        return "\n".join([*text, "", summed(planned)] if planned else text)
 
 
 def advice(gathers: int, alone: int) -> list[str]:
@@ -107,10 +134,7 @@ def advice(gathers: int, alone: int) -> list[str]:
 
 def on_dropout(rows: Sequence[Row]) -> list[str]:
     """What dropout costs, and what it could cost."""
-    asked: dict[tuple[float, str], int] = {}
-    for row in rows:
-        if row.p and row.backend != "stock":
-            asked[row.p, row.dropout_mode] = asked.get((row.p, row.dropout_mode), 0) + 1
+    asked = Counter((row.p, row.dropout_mode) for row in rows if row.p and row.backend != "stock")
     what = {
         "peft": "as PEFT means it: a second product with W. dropout_mode='lora' has one, and is another function in training",
         "lora": "of the adapter's input alone (dropout_mode='lora'): one product with W; in training not PEFT's function",
@@ -119,7 +143,7 @@ def on_dropout(rows: Sequence[Row]) -> list[str]:
 
 
 def on_compute(rows: Sequence[Row]) -> list[str]:
-    asked, ran = (sum([bool(each) for each in of]) for of in ([row.compute for row in rows], [row.codes for row in rows]))
+    asked, ran = sum(row.compute is not None for row in rows), sum(row.codes > 0 for row in rows)
     line = f"compute='fp8': {CODES} in {ran} of {asked} layers. A GPU multiplies up to 64 tokens by the decoded "
     return [f"{line}weight."] if asked else []
 
@@ -199,36 +223,6 @@ def layout(layer: Any, adapter: str, shape: tuple[int, int]) -> Layout | None:
     for t, of in zip((W, A, B, m, bias), shapes, strict=True):
         operands.append(None if t is None else (of, t.dtype, t is not bias and t.requires_grad))
     return Layout(tuple(operands), float(layer.scaling[adapter]), p, mode, str(W.device))
-
-
-def explain_rows(rows: Sequence[Row], tokens: int, gpu: str | None) -> str:
-    if type(tokens) is not int or tokens < 1:
-        raise FdoraError(
-            f"fdora.Report.explain: `tokens` must be at least 1, got {tokens}. It is sequences times their length."
-        )
-    kinds: dict[Layout, list[Row]] = {}
-    for row in rows:
-        if row.layout is not None:
-            kinds.setdefault(row.layout, []).append(row)
-    text = [f"Each layer by itself, {tokens} tokens. Its norm runs once for each change of A or B, not in every call."]
-    text += on_dropout(rows)
-    planned: list[tuple[int, Explanation]] = []
-    for how, members in kinds.items():
-        row = members[0]
-        names = row.module if len(members) == 1 else f"{row.module} and {len(members) - 1} more"
-        text += ["", f"{len(members)} x {row.shape[0]}x{row.shape[1]}, r = {row.r}: {names}"]
-        where = gpu or (how.device if how.device.startswith("cuda") else None)
-        if where is None:
-            text.append(f"backend {row.backend} ({row.why}): plain torch has no plan. Pass gpu='h200' to ask for a GPU's.")
-            continue
-        said = explain_layer(how, tokens, where)
-        text.append(str(said))
-        if said.plans:
-            planned.append((len(members), said))
-    left = len(rows) - sum(map(len, kinds.values()))
-    if left:
-        text += ["", f"Left out: {left} embeddings, convolutions, layers with a quantised weight and those that PEFT runs."]
-    return "\n".join([*text, "", summed(planned)] if planned else text)
 
 
 def explain_layer(how: Layout, tokens: int, gpu: str) -> Explanation:

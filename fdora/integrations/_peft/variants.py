@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -225,12 +224,10 @@ def own_norm(module: Any) -> bool:
     return any(isinstance(v, ConvVariant) for v in ours(module)) and module.get_base_layer().groups > 1
 
 
-def warn_of_groups(count: int, example: str) -> None:
-    warnings.warn(
-        f"fdora.use_fdora: {count} convolutions with groups, one of them `{example}`, run with the norm of the kernel that "
-        "they apply. PEFT's own norm is of no kernel: an adapter that PEFT trained gives other outputs now.",
-        stacklevel=3,
-    )
+OF_GROUPS = (
+    "fdora.use_fdora: {} convolutions with groups, one of them `{}`, run with the norm of the kernel that "
+    "they apply. PEFT's own norm is of no kernel: an adapter that PEFT trained gives other outputs now."
+)
 
 
 class Conv1dVariant(ConvVariant, variants.DoraConv1dVariant):

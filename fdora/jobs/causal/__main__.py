@@ -226,11 +226,11 @@ def main(argv: list[str] | None = None) -> int:
 
             return AutoTokenizer.from_pretrained(found["model"])
 
-        jobs = jobs_of(found, tokenizer)
+        jobs, stages, output = jobs_of(found, tokenizer), found.get("stages", 1), Path(found["output"])
+        folder = output / "checkpoint"
         if a.plan or a.gpu or a.picture:
             model, where = adapted(found, values=False), card(a.gpu) if a.gpu else card_of(device_of(found))
-            folder, mode = Path(found["output"]) / "checkpoint", found.get("dropout_mode", "peft")
-            ready = prepared(model, jobs, found.get("capacity"), folder, where, found.get("stages", 1), mode)
+            ready = prepared(model, jobs, found.get("capacity"), folder, where, stages, found.get("dropout_mode", "peft"))
             print("\n".join(words(model, jobs, ready, where)))
             if a.picture:
                 microbatches = [work.samples for work in ready.course.works]  # each as long as it has tokens, on each stage
@@ -239,11 +239,10 @@ def main(argv: list[str] | None = None) -> int:
                 with using("jobs.train", "picture", WRITTEN):
                     draw(line, a.picture, names=[*found["jobs"]], title=title)
             return 0
-        output, given = Path(found["output"]), ("every", "seed", "stages", "dropout_mode")
-        rest = {key: found[key] for key in given if key in found}
-        with joined(found.get("stages", 1), device_of(found)) as first:
+        rest = {key: found[key] for key in ("capacity", "every", "seed", "stages", "dropout_mode") if key in found}
+        with joined(stages, device_of(found)) as first:
             model = adapted(found)
-            done = train(model, jobs, capacity=found.get("capacity"), folder=output / "checkpoint", on_step=show, **rest)
+            done = train(model, jobs, folder=folder, on_step=show, **rest)
             names = [name for name in found["jobs"] if name not in done.diverged]
             if first:
                 model.save_pretrained(output, selected_adapters=names)

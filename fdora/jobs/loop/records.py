@@ -114,6 +114,15 @@ def check_names(fn: str, names: Sequence[str]) -> None:
             )
 
 
+def check_jobs(fn: str, jobs: Sequence[Job], state: State, which: str, remedy: str) -> list[str]:
+    """Their names, of which there is one for each adapter."""
+    names, count = [job.name for job in jobs], len(state.steps)
+    if len(names) != count:
+        raise fail(fn, "jobs", f"{count}, one for each adapter of the {which}", len(names), remedy)
+    check_names(fn, names)
+    return names
+
+
 def select_state(state: State, names: Iterable[str]) -> State:
     """The part of a state that holds the parameters of these names: what a process of a pipeline trains. ``kept`` is None.
 
@@ -154,11 +163,7 @@ def save(folder: str | Path, state: State, jobs: Sequence[Job], notes: Any = Non
     Raises:
       FdoraError: the folder cannot be written, or there is not one job for each adapter. What was there is unchanged.
     """
-    fn, names = "jobs.loop.save", [job.name for job in jobs]
-    if len(jobs) != len(state.steps):
-        want = f"{len(state.steps)}, one for each adapter of the state"
-        raise fail(fn, "jobs", want, len(jobs), "Pass those of init_state: an adapter left out would be lost.")
-    check_names(fn, names)
+    names = check_jobs("jobs.loop.save", jobs, state, "state", "Pass those of init_state: an adapter left out would be lost.")
     with writable(Path(folder)):
         make_folder(Path(folder))
     tensors = {f"{part}/{key}": t for part in TREES for key, t in flat(getattr(state, part)).items()}
@@ -180,13 +185,10 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Keep = None
       FdoraError: the file is missing, damaged, or of other parameters or jobs; or there is not one job for each adapter.
     """
     fn = "jobs.loop.load"
-    if len(jobs) != len(like.steps):
-        want = f"{len(like.steps)}, one for each adapter of the state given"
-        raise fail(fn, "jobs", want, len(jobs), "Make the state with init_state and the jobs to load.")
-    check_names(fn, [job.name for job in jobs])
+    names = check_jobs(fn, jobs, like, "state given", "Make the state with init_state and the jobs to load.")
     path = Path(folder) / FILE
     tensors, about = _read(path)
-    lacking = [job.name for job in jobs if job.name not in about["jobs"]]
+    lacking = [name for name in names if name not in about["jobs"]]
     if lacking:
         have = f"none for {lacking} among {sorted(about['jobs'])}"
         raise fail(fn, "folder", f"with an adapter for each job ({path})", have, "Pass jobs with the names of save's.")
@@ -196,7 +198,7 @@ def load(folder: str | Path, like: State, jobs: Sequence[Job], keep: Keep = None
         wrong = sorted(key for key in wanted.keys() | tensors.keys() if key not in wanted or key not in tensors)
         have = f"another set of tensors ({', '.join(wrong[:3])})" if wrong else "other shapes or dtypes"
         raise fail(fn, "folder", f"of states like the one given ({path})", have, "Make the state with the same params.")
-    rows = [about["jobs"].index(job.name) for job in jobs]
+    rows = list(map(about["jobs"].index, names))
     parts = {}
     for part, tree in trees.items():
         leaves = [tensors[f"{part}/{key}"][rows].to(t.device) for key, t in tree.items()]

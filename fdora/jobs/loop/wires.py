@@ -16,6 +16,7 @@ NCCL is where an order can make processes wait for each other for ever, in three
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -140,11 +141,10 @@ def receives(works: Sequence[Work], order: Sequence[Action], links: Links, chunk
         source = action._replace(stage=action.stage + (1 if action.backward else -1))
         if source in times and source.stage % devices != links.rank:
             coming.append((times[source].end, action))
-    coming.sort(reverse=True)
+    starts = [times[action].start for action in order]
     posts: dict[Action, list[Action]] = {}
-    for action in order:
-        while coming and coming[-1][0] <= times[action].start:
-            posts.setdefault(action, []).append(coming.pop()[1])
+    for end, action in sorted(coming):
+        posts.setdefault(order[bisect_left(starts, end)], []).append(action)
     return posts
 
 

@@ -105,17 +105,15 @@ def table(found: Plan) -> str:
 
 def _words(way: Layout) -> str:
     kinds = {"one": "one GPU", "replicas": "a replica on each GPU", "fsdp2": "FSDP2", "pipeline": "a pipeline"}
-    more = [*(["fuse=True"] if way.fuse else []), *(["gradient checkpointing"] if way.checkpointing else [])]
-    known = [] if way.seconds is not None else ["of what fits the first; no time is known"]
-    return ", ".join([kinds[way.kind], *more, *known])
+    more = {"fuse=True": way.fuse, "gradient checkpointing": way.checkpointing}
+    more |= {"of what fits the first; no time is known": way.seconds is None}
+    return ", ".join([kinds[way.kind], *(text for text, holds in more.items() if holds)])
 
 
 def components(held: Memory) -> list[str]:
-    skip = ("at",)
-    rows = [(name, "", f"{value / GIB:.3f} GiB") for name, value in held._asdict().items() if name not in skip and value]
-    rows.append(("peak", "", f"{held.peak / GIB:.3f} GiB, {held.at}"))
-    width = max(len(name) for name, _, _ in rows)
-    return [f"  {name:{width}}  {text}" for name, _, text in rows]
+    rows = [(name, f"{value / GIB:.3f} GiB") for name, value in held._asdict().items() if name != "at" and value]
+    rows.append(("peak", f"{held.peak / GIB:.3f} GiB, {held.at}"))
+    return [f"  {line}" for line in align(rows, (0, 1))]
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from fdora.jobs.plan.model import ATTENTION, MLP, Model, Part
 from fdora.jobs.plan.setup import WEIGHTS, Setup
-from fdora.jobs.plan.tape import E, Kernel, Op, Segment, Work, attention, decoding, linear, passes, rms_norm, rotation
+from fdora.jobs.plan.tape import E, Op, Segment, Work, attention, decoding, kernels, linear, passes, rms_norm, rotation
+from fdora.predict import product
 
 STRIP = 128  # tokens whose dm is one partial sum
 
@@ -144,9 +145,9 @@ class Block:
 
     def loss(self, x: str, tokens: int) -> None:
         n, H = tokens * self.model.vocab, self.model.hidden
-        one = Kernel(2 * n * H, E * (n + (tokens + self.model.vocab) * H))
+        one = kernels(product(tokens, self.model.vocab, H))
         y = [self.norm("norm", x, H)]
-        y = self.op("head", y, {"logits": E * n}, {}, backward=E * tokens * H, work=Work((one,), (one,)))
+        y = self.op("head", y, {"logits": E * n}, {}, backward=E * tokens * H, work=Work(one, one))
         y = self.op("float32", y, {"float32": 4 * n}, {}, work=Work(passes(n, 6), passes(n, 6)))
         y = self.op("softmax", y, {"logs": 4 * n}, {}, ["logs"], forward=E * n, work=Work(passes(n, 8), passes(n, 12)))
         self.op("loss", y, {"loss": 4}, {}, work=Work((), passes(n, 4)))

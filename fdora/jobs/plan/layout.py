@@ -41,14 +41,15 @@ class Layout(NamedTuple):
     stages: tuple[int, ...]  # layers of each
 
 
-class Request(NamedTuple):
-    """What all ways are asked for."""
+class Plan(NamedTuple):
+    """What `plan` found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if none fits."""
 
     model: Model
     setup: Setup
     card: Card
     gpus: int
     tokens: int
+    layouts: tuple[Layout, ...]
 
     @property
     def budget(self) -> int:
@@ -58,8 +59,17 @@ class Request(NamedTuple):
     def samples(self) -> int:
         return self.tokens * self.setup.microbatches
 
+    @property
+    def best(self) -> Layout | None:
+        return self.layouts[0] if self.layouts and self.layouts[0].fits else None
 
-def ways(request: Request) -> list[Layout]:
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. Bytes and seconds."""
+        found = {"gpu" if name == "card" else name: _plain(value) for name, value in self._asdict().items()}
+        return found | {"best": None if self.best is None else 0}
+
+
+def ways(request: Plan) -> list[Layout]:
     """Every layout, with and without ``fuse`` and checkpointing; those that fit first, the fastest first."""
     found = []
     setup, several = request.setup, len(request.setup.adapters) > 1
@@ -75,7 +85,7 @@ def ways(request: Request) -> list[Layout]:
 
 
 def _layout(
-    request: Request,
+    request: Plan,
     kind: str,
     held: Memory,
     most: int,
@@ -92,23 +102,22 @@ def _layout(
     )
 
 
-def replicas(request: Request) -> Layout:
-    model, setup, card, gpus, tokens = request
+def replicas(request: Plan) -> Layout:
+    model, setup, card, gpus, tokens, _ = request
     held = memory(model, setup, tokens)
     seconds = times(model, setup, tokens, card.profile).step(setup.microbatches)
     kind, most = "replicas" if gpus > 1 else "one", capacity(model, setup, request.budget)
     return _layout(request, kind, held, most, seconds, gpus * request.samples)
 
 
-def fsdp2(request: Request) -> Layout:
+def fsdp2(request: Plan) -> Layout:
     """Parameters, gradients and states of the optimizer in n shards; frozen blocks are gathered, adapters with them."""
-    model, setup, card, gpus, tokens = request
+    model, setup, card, gpus, tokens, _ = request
     whole = memory(model, setup, tokens)
     block = (whole.linears + whole.adapters) // model.layers
     cut = {name: getattr(whole, name) // gpus for name in ("linears", "embeddings", "adapters", "optimizer", "gradients")}
     held = whole._replace(**cut, temporary=whole.temporary + min(GATHERED, model.layers) * block + whole.embeddings)
-    more = held.resident + held.gradients - whole.resident - whole.gradients + held.temporary - whole.temporary
-    most = capacity(model, setup, request.budget - more)
+    most = capacity(model, setup, request.budget + whole.peak - held.peak)
     seconds = None
     if card.profile.gather:
         time = times(model, setup, tokens, card.profile)
@@ -125,9 +134,9 @@ def stages_of(layers: int, gpus: int, head: float) -> tuple[int, ...]:
     return (*(base + (s < more) for s in range(gpus - 1)), last)
 
 
-def pipeline(request: Request) -> Layout:
+def pipeline(request: Plan) -> Layout:
     """One set of microbatches goes through all stages: as many as all replicas would have."""
-    model, setup, card, gpus, tokens = request
+    model, setup, card, gpus, tokens, _ = request
     layers = times(model, setup, tokens, card.profile, Part(model.layers, False, False))
     with_head = times(model, setup, tokens, card.profile, Part(model.layers, False, True))
     all_ = layers.forward + layers.backward
@@ -153,26 +162,6 @@ def pipeline(request: Request) -> Layout:
         seconds, bubble = line.time + max(time.update for time in each), line.bubble
     worst = max(held, key=lambda memory: memory.peak)
     return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)
-
-
-class Plan(NamedTuple):
-    """What `plan` found: ``layouts``, those that fit first and the fastest on top; ``best`` is that one, None if none fits."""
-
-    model: Model
-    setup: Setup
-    card: Card
-    gpus: int
-    tokens: int
-    layouts: tuple[Layout, ...]
-
-    @property
-    def best(self) -> Layout | None:
-        return self.layouts[0] if self.layouts and self.layouts[0].fits else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON. Bytes and seconds."""
-        found = {"gpu" if name == "card" else name: _plain(value) for name, value in self._asdict().items()}
-        return found | {"best": None if self.best is None else 0}
 
 
 def _plain(value: Any) -> Any:
@@ -208,4 +197,5 @@ def plan(model: Model, setup: Setup, *, gpu: str | Card = "h200", gpus: int = 1,
         raise fail("jobs.plan", "tokens", f"a multiple of the length {setup.length}", repr(count), "Sequences are whole.")
     check_positive("jobs.plan", "gpus", gpus, "It is how many there are.")
     found = gpu if isinstance(gpu, Card) else card(gpu)
-    return Plan(model, setup, found, gpus, count, tuple(ways(Request(model, setup, found, gpus, count))))
+    asked = Plan(model, setup, found, gpus, count, ())
+    return asked._replace(layouts=tuple(ways(asked)))

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from fdora.predict import operations
+from fdora.predict import operations, product
 
 E = 2  # bytes of an activation
 Kind = Literal["product", "attention", "attention_backward"]
@@ -56,6 +56,10 @@ def passes(n: int, *bytes: int) -> tuple[Kernel, ...]:
     return tuple(Kernel(0, n * each) for each in bytes)
 
 
+def kernels(*ops: tuple[float, float]) -> tuple[Kernel, ...]:
+    return tuple(Kernel(flops, E * elements) for flops, elements in ops)
+
+
 def rms_norm(n: int) -> Work:
     return Work(passes(n, 6, 8, 4, 8, 6, 4), passes(n, 4, 6, 8, 12, 4, 4, 8, 8, 12, 12, 6, 6))
 
@@ -74,11 +78,10 @@ def attention(tokens: int, length: int, masked: bool, width: int, kv_width: int)
 def linear(M: int, N: int, K: int, r: int, dx: bool) -> Work:
     """``r``: 0 for a frozen layer. ``dx``: whether the gradient of x is asked for."""
     if not r:
-        one = Kernel(2 * M * N * K, E * (M * K + N * K + M * N))
-        return Work((one,), (one,) if dx else ())
+        one = kernels(product(M, N, K))
+        return Work(one, one if dx else ())
     _, _, forward, backward, _, _ = operations(M, N, K, r)
-    back = [Kernel(f, E * n) for f, n in backward]
-    return Work(tuple(Kernel(f, E * n) for f, n in forward), tuple(back if dx else back[:-1]), 1)
+    return Work(kernels(*forward), kernels(*(backward if dx else backward[:-1])), 1)
 
 
 def decoding(N: int, K: int, stored: float) -> Work:

@@ -12,8 +12,10 @@ Before that, what is left of one batch's packing shares microbatches with what i
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
 
 from fdora._check import check_positive, fail
@@ -56,27 +58,26 @@ def insert_noops(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microb
     check_spec("jobs.schedule.insert_noops", spec)
     real = [each for each in microbatches if each]
     where = places(real)
-    before = {other: one for one, other in neighbours(where)}
-    following = {one: other for one, other in neighbours(where)}
+    following = dict(neighbours(where))
     left = {batch: len(found) for batch, found in where.items()}
-    free_from: dict[Batch, int] = {}  # of a batch whose microbatches are all placed: where the next may begin
-    opened = {batch for batch in where if batch not in before}
+    start = dict.fromkeys(where.keys() - following.values(), 0)  # of a batch that is next of its adapter: where it may begin
     placed = [False] * len(real)
     out: list[Microbatch] = []
-    head, count = 0, 0
+    head = 0
 
     def ready(i: int) -> bool:
-        mine = batches_of(real[i])
-        return all(batch in opened and free_from.get(before.get(batch, batch), 0) <= len(out) for batch in mine)
+        return all(start.get(batch, inf) <= len(out) for batch in batches_of(real[i]))
 
-    while count < len(real):
-        while placed[head]:
+    while True:
+        while head < len(real) and placed[head]:
             head += 1
-        # a microbatch that is ready has a batch that is open
-        others = sorted({i for batch in opened for i in where[batch] if not placed[i]}) if not ready(head) else [head]
+        if head == len(real):
+            return tuple(out)
+        # a microbatch that is ready has a batch that is next
+        others = sorted({i for batch in start for i in where[batch] if not placed[i]}) if not ready(head) else [head]
         chosen = next((i for i in others if ready(i)), None)
         if chosen is None:
-            if all(start <= len(out) for start in free_from.values()):
+            if all(at <= len(out) for at in start.values()):
                 have = f"microbatch {head}, which waits for ever: {sorted(batches_of(real[head]))}"
                 raise fail(
                     "jobs.schedule.insert_noops", "microbatches", "in some right order", have, "Use what schedule() returns."
@@ -85,15 +86,12 @@ def insert_noops(microbatches: Sequence[Microbatch], spec: Spec) -> tuple[Microb
             continue
         out.append(real[chosen])
         placed[chosen] = True
-        count += 1
         for batch in batches_of(real[chosen]):
             left[batch] -= 1
             if not left[batch]:
-                opened.discard(batch)
-                free_from[batch] = len(out) - 1 + spec.depth
+                del start[batch]
                 if batch in following:
-                    opened.add(following[batch])
-    return tuple(out)
+                    start[following[batch]] = len(out) - 1 + spec.depth
 
 
 def optimizer_steps(microbatches: Sequence[Microbatch]) -> tuple[tuple[Batch, ...], ...]:
@@ -134,7 +132,7 @@ class State(NamedTuple):
 
     bins: list[list[Sample]]
     loads: list[int]
-    position: list[int]  # without what was taken out
+    position: list[int]  # without what was taken out; in order
     where: dict[Batch, list[int]]  # the microbatches of each batch
     before: dict[Batch, Batch]
     after: dict[Batch, Batch]
@@ -185,19 +183,15 @@ def emptied(p: int, state: State, spec: Spec) -> list[Move] | None:
     position = state.position  # p itself still counted: what lies beyond it from q lies far enough from p already
     for sample in sorted(state.bins[p], key=lambda each: (-each.length, each)):
         batch = sample[:2]
-        low = state.where[state.before[batch]][-1] if batch in state.before else None
-        high = state.where[state.after[batch]][0] if batch in state.after else None
+        first = position[state.where[state.before[batch]][-1]] + spec.depth if batch in state.before else 0
+        last = position[state.where[state.after[batch]][0]] - spec.depth if batch in state.after else len(position)
         best: tuple[int, int] | None = None
-        for q in range(0 if low is None else low + 1, len(state.bins) if high is None else high):
+        for q in range(bisect_left(position, first), bisect_right(position, last)):
             # a sample adds its whole multiples at least: most microbatches are full, and cost no more than this
             if q == p or not state.bins[q] or state.loads[q] + sample.length // spec.multiple > spec.units:
                 continue
             used = load([*held.get(q, state.bins[q]), sample], spec)
             if used > spec.units or (best and best[0] >= used):
-                continue
-            if low is not None and position[q] - position[low] < spec.depth:
-                continue
-            if high is not None and position[high] - position[q] < spec.depth:
                 continue
             best = used, q
         if best is None:

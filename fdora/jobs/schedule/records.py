@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fdora._check import check_positive, fail
+from fdora._check import check_positive, fail, is_number
 
 Lengths = Sequence[Sequence[Sequence[int]]]  # [adapter][batch][sample]: tokens
 
@@ -124,7 +124,7 @@ def check_spec(fn: str, spec: Spec) -> None:
             raise fail(fn, f"spec.{arg}", want, repr(value), "It counts tokens, microbatches or processes.")
     if spec.multiple > spec.capacity:
         raise fail(fn, "spec.multiple", f"at most the capacity, {spec.capacity}", spec.multiple, "Nothing would fit.")
-    if isinstance(spec.seconds, bool) or not isinstance(spec.seconds, (int, float)) or not 0 <= spec.seconds < float("inf"):
+    if not is_number(spec.seconds) or not 0 <= spec.seconds < float("inf"):
         raise fail(fn, "spec.seconds", "a finite number of seconds, 0 or more", repr(spec.seconds), "0 solves nothing exactly.")
 
 

@@ -13,6 +13,7 @@ A timeline as a picture. Needs matplotlib, which is imported when a picture is a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -164,15 +165,14 @@ def run(orders: Orders, microbatches: tuple[Microbatch, ...], forward: Time, bac
     """The actions of each device, each as early as it can be."""
     last = max((action.stage for order in orders for action in order), default=0)
     ends: dict[Action, float] = {}
-    clocks, heads = [0.0] * len(orders), [0] * len(orders)
+    clocks, left = [0.0] * len(orders), list(map(deque, orders))
     tasks: list[Task] = []
     moved = True
     while moved:
         moved = False
-        for device, order in enumerate(orders):
-            while heads[device] < len(order):
-                action = order[heads[device]]
-                stage, n, back = action
+        for device, order in enumerate(left):
+            while order:
+                stage, n, back = action = order[0]
                 needs = (
                     Action(stage, n, False) if back and stage == last else action._replace(stage=stage + (1 if back else -1))
                 )
@@ -189,9 +189,9 @@ def run(orders: Orders, microbatches: tuple[Microbatch, ...], forward: Time, bac
                 start = max(clocks[device], ready)
                 clocks[device] = ends[action] = start + takes
                 tasks.append(Task(device, action, start, start + takes))
-                heads[device] += 1
+                order.popleft()
                 moved = True
-    assert len(tasks) == sum(map(len, orders)), "the orders wait for each other"
+    assert not any(left), "the orders wait for each other"
     return Timeline(len(orders), microbatches, tuple(tasks))
 
 
