@@ -17,6 +17,7 @@ from tests.make import tensors
 
 S = 0.7
 DTYPE = torch.float64  # of the inputs: tests/triton has no float64
+LENGTHS = (5, 7, 12)  # of inputs of compiled code
 
 
 class Op(NamedTuple):
@@ -464,7 +465,7 @@ def test_compile(name):
     step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
     # where a step goes through inductor, its forward does
     value = torch.compile(op.call, fullgraph=True, dynamic=True, backend="aot_eager" if op.trained else through)
-    for M in (5, 7, 12) if op.per_token else (5,):
+    for M in LENGTHS if op.per_token else LENGTHS[:1]:
         t = inputs(op, M)
         if op.per_token:
             for n in set(op.per_token) - {"seed"}:

@@ -422,18 +422,6 @@ def test_strides():
 
 
 @needs_kernels
-def test_every_partial_is_written_and_bits_repeat(monkeypatch, chosen_anew):
-    for case in some():
-        for dtype in (HALF, FP32):
-            A, B = adapter(case, 24, dtype)
-            first = run(case, A, B, dense=HALF)
-            junk = [torch.full((300 * n,), float("nan"), device=device.NAME) for n in range(1, 9)]
-            del junk
-            assert all(map(torch.equal, run(case, A, B, dense=HALF), first))
-            torch.testing.assert_close(run(case, A, B, squared=True), first[0].square(), rtol=1e-6, atol=0)
-
-
-@needs_kernels
 def test_nothing_of_something():
     for N, K in ((0, 64), (5, 0)):
         for case in (four("nf4", "fp32", N, K), eight("int8", "tensor", N, K)):
