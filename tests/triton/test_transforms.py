@@ -28,7 +28,7 @@ def by_kernels(monkeypatch):
 COMPILED = ("norm", "merge", "linear_bias", "linear_dropout", "linear_dropout_peft", "group", "mlp")
 CASES = {
     of.test_func_grad: of.GRAD,
-    of.test_a_gradient_per_token: of.TOKENS,
+    of.test_vmap_over_tokens: of.TOKENS,
     of.test_vmap_over_a_bank_of_adapters: of.OPS,
     of.test_compile: COMPILED,
 }
