@@ -1,10 +1,13 @@
 """Plans that a test writes itself, and what stands in those that the facades write."""
 
+import importlib
+import pkgutil
 from collections import Counter
 from itertools import product
 
 import torch
 
+from fdora.triton import kernels as folder
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.layout import contiguous
@@ -30,6 +33,13 @@ def results_of(write, *tensors, scalars=()):
 
 def alike(*shape, dtype=torch.float16, stride=None, aligned=True):
     return Like(shape, contiguous(shape) if stride is None else stride, dtype, aligned)
+
+
+def shipped(*without):
+    """Every kernel of fdora/triton/kernels by its name, but those of these files."""
+    files = [each.name for each in pkgutil.iter_modules(folder.__path__) if each.name not in without]
+    found = [(name, f) for file in files for name, f in vars(importlib.import_module(f"{folder.__name__}.{file}")).items()]
+    return {name: f for name, f in found if name.endswith("_kernel")}
 
 
 def launches(plan, name=""):
