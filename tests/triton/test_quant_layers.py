@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, lut4, quantize
+from fdora.quant import Codes8, Lut4, QuantWeight, lut4
 from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
@@ -20,6 +20,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.small import LIMIT
 from tests import device
 from tests.close import rel_l2
+from tests.functional import test_quant as of_functions
 from tests.quant.make import CASES, QUANTISED, awq, gptq, hqq
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, plan_dense
@@ -58,8 +59,7 @@ def weight(name, n=48, k=96, dtype=HALF, seed=0):
         W = PACKED[name](n, k)
         small = [t / 64 if key in ("scales", "scale") else t for key, t in W.named().items()]
         return replace(W, tensors=tuple(small), dtype=dtype)
-    W = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8
-    return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
+    return of_functions.weight(name, n, k, dtype, seed).to(device.NAME)
 
 
 def adapter(W, r=4, seed=1):
