@@ -33,9 +33,9 @@ from tests.close import rel_l2
 from tests.cover import covering
 from tests.make import tensors
 from tests.memory import peak_bytes
-from tests.triton.drawn import NAMES, calls
+from tests.triton.drawn import NAMES, backward_of, calls, results
 from tests.triton.marks import INTERPRETED, needs_gpu, needs_kernels
-from tests.triton.test_explain import OTHERS, backward_of
+from tests.triton.test_explain import OTHERS
 
 either = needs_kernels
 gpu = needs_gpu
@@ -196,9 +196,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch, chosen_a
     monkeypatch.setattr(walk.native, "program", lambda plan: False)
     monkeypatch.setattr(walk.native, "remember", lambda device, step, built: note(step.kernel.fn.__name__))
     monkeypatch.setattr(walk, "_product", lambda *args: (note("product"), product(*args)))
-    for name in NAMES:
-        for fn, args, kwargs in calls(name, 4):
-            backward_of(fn(*args, backend="triton", **kwargs))
+    assert all([*results(name, 4)] for name in NAMES)
     assert len(seen) >= 40 and not outside, f"{outside} of {seen}"
     assert current == [others]
     monkeypatch.setattr(walk, "_walk", lambda *_: 1 / 0)

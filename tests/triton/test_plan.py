@@ -9,7 +9,6 @@ import random
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
@@ -20,9 +19,8 @@ from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand, packed, pitch
 from fdora.triton.runtime.plan import WORKSPACE, Array, Launch, Like, Plan, Product, Scalar, Tile
 from tests import device
-from tests.triton.drawn import NAMES, calls
+from tests.triton.drawn import NAMES, assert_same_bits, results
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
-from tests.triton.test_explain import backward_of
 from tests.triton.written import (
     FP32,
     HOPPER,
@@ -148,13 +146,6 @@ def test_the_checks_above_see_red():
 def test_poisoned_memory_changes_nothing(name, monkeypatch):
     """Every byte that a step reads of the workspace, and every one of a result, a step wrote before."""
 
-    def run():
-        for fn, args, kwargs in calls(name, 8):
-            out = fn(*args, backend="triton", **kwargs)
-            backward_of(out)
-            leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
-            yield from [t.detach() for t in (*tree_leaves(out), *(t.grad for t in leaves)) if t is not None]
-
     fills, filled = itertools.cycle((0, 255, 127)), []
 
     class Poisoning:
@@ -171,14 +162,11 @@ def test_poisoned_memory_changes_nothing(name, monkeypatch):
 
         return make
 
-    torch.manual_seed(1)
-    want = [*run()]
+    want = [*results(name, 8)]
     monkeypatch.setattr(walk.native, "program", lambda plan: False)  # walk.c does not ask torch for memory
     monkeypatch.setattr(walk, "torch", Poisoning())
     for _ in range(2):
-        torch.manual_seed(1)
-        for a, b in zip(run(), want, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(results(name, 8), want)
     assert sum(map(bool, filled)) > 5
 
 

@@ -30,10 +30,9 @@ from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
 from tests import device  # noqa: E402
-from tests.triton.drawn import NAMES, calls  # noqa: E402
+from tests.triton.drawn import NAMES, backward_of, calls  # noqa: E402
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: E402, F401
 from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording, setup_of  # noqa: E402
-from tests.triton.test_explain import backward_of  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
     FP16,
