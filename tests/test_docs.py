@@ -94,14 +94,17 @@ print("same")
 """
 
 
-def test_program_4_is_torchtunes_layer():
+def beside_torchtune(code):
     """In a process of its own: PEFT refuses to share one with the torchao that torchtune needs."""
     folder = Path(sys.prefix) / "torchtune"
     if not folder.exists():
         pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
-    code = PROGRAM_4.format(program=PROGRAMS[3])
     done = python("-c", code, PYTHONPATH=f"{folder}:{ROOT}")
     assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
+
+
+def test_program_4_is_torchtunes_layer():
+    beside_torchtune(PROGRAM_4.format(program=PROGRAMS[3]))
 
 
 # (section of docs/trainers.md, or docs/peft.md, language) -> the test that runs it
@@ -191,12 +194,8 @@ print("same")
 
 
 def test_the_torchtune_snippet():
-    """In a process of its own, on a model that is smaller than the one it names."""
-    folder = Path(sys.prefix) / "torchtune"
-    if not folder.exists():
-        pytest.skip(f"`make test` installs torchtune into {folder}; this environment was made otherwise")
-    done = python("-c", TORCHTUNE, PYTHONPATH=f"{folder}:{ROOT}")
-    assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr
+    """On a model that is smaller than the one it names."""
+    beside_torchtune(TORCHTUNE)
 
 
 def test_commands_exist():

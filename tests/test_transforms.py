@@ -17,6 +17,7 @@ from tests.make import tensors
 
 S = 0.7
 DTYPE = torch.float64  # of the inputs: tests/triton has no float64
+LENGTHS = (5, 7, 12)  # of inputs of compiled code
 
 
 class Op(NamedTuple):
@@ -192,53 +193,41 @@ def test_func_grad(name):
         assert_exact(got[n], want[n], n)
 
 
-def one_token_at_a_time(op, M=5):
-    t = inputs(op, M)
-    if "seed" in t:
-        t["seed"] = torch.arange(M, device=device.NAME)
-    return t, {n: 0 if n in op.per_token else None for n in t}
+def mapped(op, t, shared, count):
+    """Values of each, and a gradient of each, are those of as many calls."""
+    dims = {n: None if n in shared else 0 for n in t}
+    singles = [{n: v if n in shared else v[i] for n, v in t.items()} for i in range(count)]
+    got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
+    for one, each in zip(got, singles, strict=True):
+        assert_exact(one, op.call(**each))
+    if op.trained:
+        parts = split(op, t)
+        d = vmap(grad(loss_of(op)), in_dims=tuple({n: dims[n] for n in part} for part in parts))(*parts)
+        for i, each in enumerate(singles):
+            for n, want in plain_grad(op, each).items():
+                assert_exact(d[n][i], want, n)
+    return got
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_vmap_over_tokens(name):
+    """And a gradient of each token."""
     op = OPS[name]
-    t, dims = one_token_at_a_time(op)
-    got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
-    for i in range(5):
-        assert_exact(got[i], op.call(**{n: v[i] if n in op.per_token else v for n, v in t.items()}))
+    t = inputs(op)
+    if "seed" in t:
+        t["seed"] = torch.arange(5, device=device.NAME)
+    got = mapped(op, t, [n for n in t if n not in op.per_token], 5)
     if "seed" not in t and not name.startswith("multi"):  # where each token's place says whose it is
         assert_exact(got, op.call(**t))
 
 
-@pytest.mark.parametrize("name", TOKENS)
-def test_a_gradient_per_token(name):
-    op = OPS[name]
-    t, dims = one_token_at_a_time(op)
-    trained, rest = split(op, t)
-    got = vmap(grad(loss_of(op)), in_dims=tuple({n: dims[n] for n in part} for part in (trained, rest)))(trained, rest)
-    for i in range(5):
-        want = plain_grad(op, {n: v[i] if n in op.per_token else v for n, v in t.items()})
-        for n in op.trained:
-            assert_exact(got[n][i], want[n], n)
-
-
 @pytest.mark.parametrize("name", OPS)
 def test_vmap_over_a_bank_of_adapters(name):
-    """x and W are shared; everything an adapter brings has one more axis. Values and gradients."""
+    """x and W are shared; everything an adapter brings has one more axis."""
     op = OPS[name]
     many = [inputs(op, seed=i) for i in range(3)]
     shared = [n for n in many[0] if n in ("x", "W", "bias", "seed", "base") and len(many[0]) > 1]
-    t = {n: many[0][n] if n in shared else torch.stack([one[n] for one in many]) for n in many[0]}
-    dims = {n: None if n in shared else 0 for n in t}
-    singles = [{n: t[n] if n in shared else t[n][i] for n in t} for i in range(3)]
-    got = vmap(lambda t: op.call(**t), in_dims=(dims,))(t)
-    for i in range(3):
-        assert_exact(got[i], op.call(**singles[i]))
-    if op.trained:
-        trained, rest = split(op, t)
-        d = vmap(grad(loss_of(op)), in_dims=tuple({n: dims[n] for n in part} for part in (trained, rest)))(trained, rest)
-        for i, n in ((i, n) for i in range(3) for n in op.trained):
-            assert_exact(d[n][i], plain_grad(op, singles[i])[n], n)
+    mapped(op, {n: many[0][n] if n in shared else torch.stack([one[n] for one in many]) for n in many[0]}, shared, 3)
 
 
 @pytest.mark.parametrize("name", [n for n in GRAD if "m" in OPS[n].trained and "dropout" not in n])
@@ -323,6 +312,20 @@ def test_checkpoint_redraws_the_same_mask_without_a_seed(reentrant):
     assert torch.equal(x.grad, want)
 
 
+def under_autocast(dtype, call, want, leaves):
+    """What is rounded to dtype: y, and by how much; float32 parameters have float32 gradients, inside and outside the same."""
+    with torch.autocast(device.NAME, dtype):
+        y = call()
+        dy = torch.randn_like(y)
+        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+    outside = torch.autograd.grad(y, list(leaves.values()), dy)
+    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
+    assert y.dtype == dtype
+    for n, a, b in zip(leaves, inside, outside, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b), n
+    return rel_l2(y, want), max(map(rel_l2, inside, truth))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("base_dtype", [torch.float32, None], ids=["fp32_base", "half_base"])
 def test_autocast(dtype, base_dtype):
@@ -330,39 +333,24 @@ def test_autocast(dtype, base_dtype):
     t = tensors(48, 64, 8, (128,), torch.float32, spread=0.0015)
     t["W"] = t["W"].to(base_dtype or dtype)
     leaves = {n: t[n].requires_grad_() for n in ("x", "A", "B", "m", "bias")}
-    want = reference.dora(t["x"], t["W"], t["A"], t["B"], t["m"], S, t["bias"])
+    args = [t[n] for n in "xWABm"]
+    want = reference.dora(*args, S, t["bias"])
     with torch.autocast(device.NAME, dtype):
-        c = F.dora_norm(t["W"], t["A"], t["B"], s=S)
-        y = F.dora_linear(t["x"], t["W"], t["A"], t["B"], t["m"], s=S, bias=t["bias"])
-        same = torch.nn.functional.linear(t["x"], t["W"])
-        dy = torch.randn_like(y)
-        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
-    outside = torch.autograd.grad(y, list(leaves.values()), dy)
+        c = F.dora_norm(*args[1:4], s=S)
+        assert torch.nn.functional.linear(*args[:2]).dtype == dtype
+    assert c.dtype == torch.float32 and rel_l2(c, reference.norm(*args[1:4], S)) <= 1e-6
+    of_y, of_gradients = under_autocast(dtype, lambda: F.dora_linear(*args, s=S, bias=t["bias"]), want, leaves)
     limit = 4e-3 if dtype == torch.bfloat16 else 5e-4
-    assert y.dtype == same.dtype == dtype and c.dtype == torch.float32
-    assert rel_l2(c, reference.norm(t["W"], t["A"], t["B"], S)) <= 1e-6
-    assert rel_l2(y, want) <= limit
-    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
-    for n, a, b, d in zip(leaves, inside, outside, truth, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b), n
-        assert rel_l2(a, d) <= 2 * limit, n
+    assert of_y <= limit and of_gradients <= 2 * limit
 
 
 @pytest.mark.parametrize("name", ["group", "mlp"])
 def test_autocast_of_layers_together(name):
-    """As for one layer: the dtype of autocast out, gradients of float32 parameters in float32, the same inside and outside."""
     op, t = OPS[name], inputs(OPS[name], 128, torch.float32)
     leaves = {n: t[n].requires_grad_() for n in op.trained}
     want = op.call(**{n: v.double() for n, v in t.items()})
-    with torch.autocast(device.NAME, torch.bfloat16):
-        y = op.call(**t)
-        dy = torch.randn_like(y)
-        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
-    outside = torch.autograd.grad(y, list(leaves.values()), dy)
-    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
-    assert y.dtype == torch.bfloat16 and rel_l2(y, want) <= 1e-2
-    for n, a, b, d in zip(leaves, inside, outside, truth, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b) and rel_l2(a, d) <= 2e-2, (n, rel_l2(a, d))
+    of_y, of_gradients = under_autocast(torch.bfloat16, lambda: op.call(**t), want, leaves)
+    assert of_y <= 1e-2 and of_gradients <= 2e-2
 
 
 def stated(W, A, B, m, c):
@@ -432,12 +420,11 @@ def test_forward_mode_of_the_formula_with_a_detached_norm(derivative):
 
 @pytest.mark.parametrize("name", ["group", "mlp"])
 def test_compiled_without_a_graph(name):
-    """Nothing requires grad, or grad mode is off: Dynamo takes another road there."""
+    """Grad mode is off: Dynamo takes another road there. Where nothing requires grad: test_compile."""
     op, t = OPS[name], inputs(OPS[name])
     torch._dynamo.reset()
-    f = torch.compile(op.call, fullgraph=True, backend="aot_eager")
-    assert_exact(f(**t), op.call(**t))
     with torch.no_grad():
+        f = torch.compile(op.call, fullgraph=True, backend="aot_eager")
         assert_exact(f(**(t | {"x": t["x"].clone().requires_grad_()})), op.call(**t))
 
 
@@ -464,7 +451,7 @@ def test_compile(name):
     step = torch.compile(lambda trained, rest: loss_of(op)(trained, rest), fullgraph=True, dynamic=True, backend=through)
     # where a step goes through inductor, its forward does
     value = torch.compile(op.call, fullgraph=True, dynamic=True, backend="aot_eager" if op.trained else through)
-    for M in (5, 7, 12) if op.per_token else (5,):
+    for M in LENGTHS if op.per_token else LENGTHS[:1]:
         t = inputs(op, M)
         if op.per_token:
             for n in set(op.per_token) - {"seed"}:

@@ -9,9 +9,9 @@ from torch import nn
 from fdora.integrations.peft import report, restore, use_fdora
 from fdora.quant import from_hqq
 from tests import device
-from tests.close import rel_l2
+from tests.close import assert_compiles, rel_l2
 from tests.integrations.models import perturb
-from tests.integrations.one_layer import assert_one_call, inputs, step
+from tests.integrations.one_layer import assert_one_call, inputs, step, trained
 
 K, N = 64, 128
 HALF = torch.bfloat16
@@ -79,6 +79,4 @@ def test_merge_and_the_way_back():
 
 def test_compiled_whole():
     made, x = use_fdora(model()), inputs(K, torch.float32)
-    compiled = torch.compile(made, backend="eager", fullgraph=True)
-    for a, b in zip(step(compiled, x), step(made, x), strict=True):
-        assert rel_l2(a, b) < 1e-5
+    assert_compiles(lambda: made(x), [x, *trained(made)], 1e-5)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fdora.integrations.peft import report
+from tests.close import assert_exact
 
 N, K = 40, 24
 
@@ -104,17 +105,23 @@ def path(model):
     return "fused" if row.fused else "composed" if row.composed else "stock"
 
 
-def run(model, x, seed=0):
-    """y and all gradients, of a random projection of y; float parameters and x."""
+def run(model, x, seed=0, f=None):
+    """y and all gradients, of a random projection of y; float parameters and x. ``f``: what gives y in the model's place."""
     model.zero_grad()
     torch.manual_seed(seed)
-    y = model(x)
+    y = (f or model)(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype)
     leaves = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if x.is_floating_point():
         leaves["x"] = x
     got = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
     return {"y": y.detach()} | {n: g for n, g in zip(leaves, got, strict=True) if g is not None}
+
+
+def same(got, want, what=""):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_exact(got[name], want[name], f"{what} {name}")
 
 
 def twin(model):

@@ -12,9 +12,9 @@ from torch import nn
 from fdora.integrations.peft import report, restore, use_fdora
 from fdora.quant import from_torchao
 from tests import device
-from tests.close import rel_l2
+from tests.close import assert_compiles, rel_l2
 from tests.integrations.models import perturb
-from tests.integrations.one_layer import assert_one_call, inputs, step
+from tests.integrations.one_layer import assert_one_call, inputs, trained
 
 K, N = 128, 256
 HALF = torch.bfloat16
@@ -103,6 +103,4 @@ def test_one_merge_after_another():
 
 def test_compiled_whole():
     made, x = use_fdora(model(FORMATS["int8"]())), inputs(K, torch.float32)
-    compiled = torch.compile(made, backend="eager", fullgraph=True)
-    for a, b in zip(step(compiled, x), step(made, x), strict=True):
-        assert rel_l2(a, b) < 1e-5
+    assert_compiles(lambda: made(x), [x, *trained(made)], 1e-5)

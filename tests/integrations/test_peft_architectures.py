@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from fdora import FdoraError
 from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations.peft import report, restore, use_fdora
-from tests.close import assert_exact
-from tests.integrations.models import perturb
+from tests.integrations.models import perturb, same
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -119,15 +118,11 @@ def test_the_model_stays_the_same(name):
         use_fdora(model, fuse=True, keep_inner=keep_inner)
     groups = {v.shared for m in model.modules() for v in getattr(m, "lora_variant", {}).values()} - {None}
     assert (sum(isinstance(m, Mlp) for m in model.modules()), len(groups)) == fused
-    got = step(model)
-    assert got.keys() == want.keys()
-    for each in want:
-        assert_exact(got[each], want[each], each)
+    same(step(model), want)
     assert not any(row.composed or row.fallbacks for row in report(model))
     assert all(group.waiting is None for group in groups)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))) if name in COPIED else ():
-        for each, t in step(twin).items():
-            assert_exact(t, want[each], each)
+        same(step(twin), want)
     restore(model)
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(a, want[n]) for n, a in step(model).items())

@@ -18,7 +18,7 @@ from fdora.integrations.peft import disable, enable, enabled, report, restore, u
 from tests import reference
 from tests.close import assert_exact
 from tests.integrations import test_peft_vit as vit
-from tests.integrations.models import KINDS, K, N, build, inputs, layer, path, run
+from tests.integrations.models import KINDS, K, N, build, inputs, layer, path, run, same
 from tests.integrations.test_peft_blocks import IDS, made, step
 
 DROPPING = [kind for kind in KINDS if kind not in ("embedding", "scaled")]
@@ -67,20 +67,15 @@ def truth(model, x, kind, dropped):
 def test_output_and_every_gradient_with_torchs_mask(kind):
     model, x = use_fdora(build(kind, dropout=P), dropout_mode="lora"), inputs(kind)
     got = run(model, x)
-    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": x}
-    torch.manual_seed(0)
-    y = truth(model, x, kind, nn.functional.dropout(x, P))
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert_exact(got["y"], y.detach())
-    for name, g in zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True):
-        assert_exact(got[name], g, name)
+    same(got, run(model, x, f=lambda x: truth(model, x, kind, nn.functional.dropout(x, P))))
     assert path(model) == "composed" and not report(model)[0].fallbacks
     assert not torch.allclose(got["y"], run(use_fdora(model), x)["y"])  # as PEFT means it
 
 
+@pytest.mark.parametrize("mode", ["lora", "peft"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_output_and_every_gradient_in_one_call(detach, kernels_draw):
-    model, x = use_fdora(build("linear", dropout=P), dropout_mode="lora", detach=detach), inputs("linear")
+def test_output_and_every_gradient_in_one_call(detach, mode, kernels_draw):
+    model, x = use_fdora(build("linear", dropout=P), dropout_mode=mode, detach=detach), inputs("linear")
     got = run(model, x, seed=3)
     assert path(model) == "fused"
     torch.manual_seed(3)
@@ -91,13 +86,13 @@ def test_output_and_every_gradient_in_one_call(detach, kernels_draw):
     def dropped(x):
         return drop(x.reshape(-1, x.shape[-1]), seed, P).reshape(x.shape)
 
-    c = None if detach else reference.norm(W, A, B, 1.5)
-    y = reference.dora(x, W, A, B, m, 1.5, bias, c=c, dropped=dropped, mode="lora")
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert_exact(got["y"], y.detach())
-    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": x}
-    for name, g in zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True):
-        assert_exact(got[name], g, name)
+    def formula(x, **how):
+        c = None if detach else reference.norm(W, A, B, 1.5)
+        return reference.dora(x, W, A, B, m, 1.5, bias, c=c, **how)
+
+    same(got, run(model, x, f=lambda x: formula(x, dropped=dropped, mode=mode)))
+    module.training = False  # its dropout still drops; PEFT asks the layer
+    assert_exact(model(x), formula(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,9 +100,7 @@ def test_evaluation_is_pefts(kind):
     model = build(kind, dtype=torch.float64, dropout=P).eval()
     x = inputs(kind)
     want = run(model, x)
-    got = run(use_fdora(model, dropout_mode="lora"), x)
-    for name in want:
-        assert_exact(got[name], want[name], name)
+    same(run(use_fdora(model, dropout_mode="lora"), x), want)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -12,7 +12,7 @@ from fdora.integrations.peft import init_magnitude, report, restore, use_fdora
 from tests import reference
 from tests.close import assert_exact
 from tests.integrations import models
-from tests.integrations.models import build, inputs, layer, path, run
+from tests.integrations.models import build, inputs, layer, path, run, same
 
 V, D = models.K, models.N
 
@@ -75,9 +75,8 @@ NOT_FUSED = {
 def test_what_is_not_one_call_is_pefts_formula_with_a_reason(kind):
     make, why, like = NOT_FUSED[kind]
     model, x = build(make()), inputs(like)
-    twin = copy.deepcopy(model)
-    for n, value in run(use_fdora(model), x).items():
-        assert_exact(value, run(twin, x)[n], n)
+    want = run(model, x)
+    same(run(use_fdora(model), x), want)
     assert path(model) == "composed" and why in report(model)[0].why_not_fused and why in str(report(model))
 
 
@@ -136,13 +135,8 @@ def test_groups_have_the_norm_of_the_kernel_in_use(how):
     stock = run(model, x)
     with pytest.warns(UserWarning, match="1 convolutions with groups, one of them `base_model.model.0`"):
         ours = run(use_fdora(model), x)
-    torch.manual_seed(0)
-    want = truth(model, x, layer(model).lora_dropout["default"](x) if how == "dropout" else None)
-    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": x}
-    assert_exact(ours["y"], want.detach())
-    for n, g in zip(leaves, torch.autograd.grad(want, list(leaves.values()), dy), strict=True):
-        assert_exact(ours[n], g, n)
+    drop = layer(model).lora_dropout["default"] if how == "dropout" else None
+    same(ours, run(model, x, f=lambda x: truth(model, x, drop and drop(x))))
     assert not torch.allclose(stock["y"], ours["y"])
     assert path(model) == ("composed" if how == "dropout" else "fused")
 

@@ -9,15 +9,13 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from fdora import FdoraError
-from fdora.eager.dropout import drop
 from fdora.functional import dora_norm
 from fdora.integrations._peft import calls
 from fdora.integrations.peft import init_magnitude, report, use_fdora
 from fdora.quant import quantize
-from tests import reference
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
-from tests.integrations.models import FUSED, KINDS, MORE, K, N, build, inputs, layer, path, run
+from tests.integrations.models import FUSED, KINDS, MORE, K, N, build, inputs, layer, path, run, same
 from tests.memory import saved
 
 
@@ -25,12 +23,6 @@ def both(model, x, train=True):
     model.train(train)
     stock = run(model, x)
     return stock, run(use_fdora(model), x)
-
-
-def same(got, want, what=""):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert_exact(got[name], want[name], f"{what} {name}")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
@@ -87,27 +79,6 @@ def test_several_active_adapters_as_peft_means_them(kind, second, how):
         stock, ours = both(model, x, how != "eval")
         same(ours, stock, names)
     assert report(model)[0].composed >= 2
-
-
-def test_dropout_where_kernels_draw_the_mask(monkeypatch):
-    """The whole layer in one call, with PEFT's formula and a mask that follows torch's seed; here on the eager backend."""
-    monkeypatch.setattr(calls, "draws", lambda dropout, x: True)
-    model, x = use_fdora(build("linear", dropout=0.4)), inputs("linear")
-    got = run(model, x, seed=3)
-    assert path(model) == "fused"
-    torch.manual_seed(3)
-    seed = torch.randint(2**62, ())
-    module = layer(model)
-    W, bias = module.base_layer.weight, module.base_layer.bias
-    A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
-    m = module.lora_magnitude_vector["default"].weight
-
-    def dropped(x):
-        return drop(x.reshape(-1, x.shape[-1]), seed, 0.4).reshape(x.shape)
-
-    assert_exact(got["y"], reference.dora(x, W, A, B, m, 1.5, bias, dropped=dropped, mode="peft").detach())
-    module.training = False  # its dropout still drops; PEFT asks the layer
-    assert_exact(model(x), reference.dora(x, W, A, B, m, 1.5, bias))
 
 
 DTYPES = {

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,15 +14,15 @@ from fdora.jobs import TrainJob, train
 from fdora.jobs.loop import Job
 from tests.distributed.world import run
 from tests.train.test_train import (
-    ADAPTERS,
     CONFIGS,
     Stop,
     Until,
     as_alone,
+    diverging,
     jobs_of,
     joining,
+    left,
     model_of,
-    parameters,
     same,
     with_dropout,
 )
@@ -103,28 +102,15 @@ def case_interleaved():
 
 
 def case_what_diverges_leaves():
-    jobs = jobs_of()
-    jobs[0] = jobs[0]._replace(job=Job("law", lambda step: 3e-3 if step < 2 else 1e30), steps=6)
-    wanted, model = train(model_of(), jobs[1:], capacity=40), model_of()
-    found = train(model, jobs, capacity=40, stages=2)
-    assert found.diverged == {"law": 3} and len(found.losses["law"]) == 3
-    for name in ("med", "code"):
-        assert found.losses[name] == pytest.approx(wanted.losses[name], rel=2e-5)
-    before = parameters(model_of(), "law")
-    assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
+    jobs, model = diverging(), model_of()
+    left(model, train(model, jobs, capacity=40, stages=2), jobs)
 
 
 def case_jobs_join():
-    law, med, code = jobs_of()
-    model, whole, asked = model_of(adapters={"med": ADAPTERS["med"]}), model_of(), []
-    model.load_state_dict(whole.state_dict(), strict=False)
-    given = [(code, 4), (law, 2)]
-
-    join = joining(model, whole, given, asked)
-    trained = train(
-        model, [med], capacity=40, stages=2, folder=Path(os.environ["FOLDER"]) / "join", join=lambda: asked.append(0) or join()
-    )
-    as_alone(trained, (law, med, code), model)
+    (law, med, code), asked = jobs_of(), []
+    model, join = joining([(code, 4), (law, 2)], asked)
+    given = {"capacity": 40, "stages": 2, "folder": Path(os.environ["FOLDER"]) / "join"}
+    as_alone(train(model, [med], join=lambda: asked.append(0) or join(), **given), (law, med, code), model)
 
 
 def case_one_that_fails_ends_both():

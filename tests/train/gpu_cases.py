@@ -13,6 +13,7 @@ from fdora.jobs.loop import Wire, connect, gather_state, replica_step, run_pipel
 from fdora.jobs.schedule import Spec, schedule
 from tests.distributed.world import run
 from tests.train import make
+from tests.train.replica_cases import equal_on_all
 from tests.train.test_step import start, together
 
 DEVICE = os.environ["DEVICE"]
@@ -55,10 +56,7 @@ def case_replicas():
         data = here(make.data_of(mine.samples)) if mine and mine.samples else None
         state, _ = replica_step(state, PLAN[n : n + 2], data, model=model, jobs=make.JOBS, group=group)
     near(state, wanted)
-    for t in optree.tree_leaves(state.params):
-        each = [torch.empty_like(t) for _ in range(2)]
-        dist.all_gather(each, t.contiguous(), group=group)
-        assert torch.equal(*each)
+    equal_on_all(state, group)
 
 
 def case_one_process_that_raises_ends_all():

@@ -342,8 +342,10 @@ def test_a_job_that_joins(reads, tmp_path):
             train(again, less, **given)
 
 
-def joining(model, whole, given, seen):
-    """Gives each job of ``given`` when so many were seen; its adapter is made then, and begins as that of ``whole``."""
+def joining(given, seen):
+    """A model with med alone, and what gives each job of ``given`` when so many were seen, whose adapter is made then."""
+    model, whole = model_of(adapters={"med": ADAPTERS["med"]}), model_of()
+    model.load_state_dict(whole.state_dict(), strict=False)
 
     def join():
         more = [given.pop()[0]] if given and len(seen) >= given[-1][1] else []
@@ -354,17 +356,13 @@ def joining(model, whole, given, seen):
                 model.get_parameter(path).data.copy_(p)
         return more
 
-    return join
+    return model, join
 
 
 def test_jobs_join_while_others_run(tmp_path):
     """law's adapter is made in between, by who gives its job; code joins when all others are done."""
-    law, med, code = jobs_of()
-    model, steps, whole = model_of(adapters={"med": ADAPTERS["med"]}), [], model_of()
-    model.load_state_dict(whole.state_dict(), strict=False)
-    given = [(code, 4 + 6), (law, 2)]  # a job, and the steps that are seen before
-
-    join = joining(model, whole, given, steps)
+    (law, med, code), steps = jobs_of(), []
+    model, join = joining([(code, 4 + 6), (law, 2)], steps)  # a job, and the steps that are seen before
     trained = train(model, [med], capacity=40, folder=tmp_path, on_step=steps.append, join=join)
     as_alone(trained, (law, med, code), model)
     assert [step.name for step in steps[:2]] == ["med"] * 2 and len(steps) == sum(map(len, trained.losses.values()))
@@ -378,24 +376,32 @@ def torch_file(folder, part):
     return [t for key, t in load_file(folder / "training.safetensors").items() if key.startswith(part)]
 
 
+def diverging():
+    jobs = jobs_of()
+    jobs[0] = jobs[0]._replace(job=Job("law", lambda step: 3e-3 if step < 2 else 1e30), steps=6)
+    return jobs
+
+
+def left(model, found, jobs):
+    """The others train as without it, though their samples lie in the same microbatches."""
+    wanted = train(model_of(), jobs[1:], capacity=40)
+    assert found.diverged == {"law": 3} and len(found.losses["law"]) == 3
+    for name in ("med", "code"):
+        assert found.losses[name] == pytest.approx(wanted.losses[name], rel=2e-5)
+    before = parameters(model_of(), "law")
+    assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_what_diverges_leaves(resumed, tmp_path, caplog):
-    """The others train as without it, though their samples lie in the same microbatches."""
-    jobs, steps = jobs_of(), []
-    jobs[0] = jobs[0]._replace(job=Job("law", lambda step: 3e-3 if step < 2 else 1e30), steps=6)
-    wanted, model = train(model_of(), jobs[1:], capacity=40), model_of()
+    jobs, model = diverging(), model_of()
     if resumed:
         data = Until(jobs[2].data)
         data.left = len(jobs[2].data) + 3
         with pytest.raises(Stop):
             train(model, [*jobs[:2], jobs[2]._replace(data=data)], capacity=40, folder=tmp_path, every=1)
-    found = train(model, jobs, capacity=40, folder=tmp_path, every=1, on_step=steps.append)
-    assert found.diverged == {"law": 3} and len(found.losses["law"]) == 3
+    left(model, train(model, jobs, capacity=40, folder=tmp_path, every=1), jobs)
     assert "law diverged after 3 steps" in caplog.text
-    for name in ("med", "code"):
-        assert found.losses[name] == pytest.approx(wanted.losses[name], rel=2e-5)
-    before = parameters(model_of(), "law")
-    assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
     assert not any(
         torch.equal(p, q)
         for p, q in zip(parameters(model, "med").values(), parameters(model_of(), "med").values(), strict=True)

@@ -1,6 +1,27 @@
-"""What can happen to a frozen weight between two calls of a PEFT model, behind the back of whoever keeps its norm."""
+"""A PEFT model, and what can happen to a frozen weight of it between two calls, behind the back of whoever keeps its norm."""
 
+import torch
 from torch import nn
+
+from tests import device
+from tests.triton.marks import HALF
+
+
+def adapted(base, targets, **config):
+    """With DoRA, its adapters in half precision too."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, use_dora=True, target_modules=targets, **config)
+    return moved(get_peft_model(base.to(device.NAME, HALF[0]), config, autocast_adapter_dtype=False))
+
+
+@torch.no_grad()
+def moved(model):
+    """Adapters away from their start."""
+    for name, p in model.named_parameters():
+        if "lora" in name:
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
 
 
 def times(t, by):

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 from fdora.functional import dora_embedding, dora_experts, dora_experts_mlp
 from fdora.functional.explain import CALLS
@@ -47,3 +49,24 @@ def call(name, k, options):
 def calls(name, count, **options):
     """Those of so many cases, without NaN."""
     return filter(None, (call(name, k, options) for k in range(count)))
+
+
+def backward_of(out):
+    ys = [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
+    if ys:
+        torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
+
+
+def results(name, count, **options):
+    """What kernels make of them: outputs and gradients."""
+    torch.manual_seed(1)
+    for fn, args, kwargs in calls(name, count, **options):
+        out = fn(*args, backend="triton", **kwargs)
+        backward_of(out)
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
+        yield from [t.detach() for t in (*tree_leaves(out), *(t.grad for t in leaves)) if t is not None]
+
+
+def assert_same_bits(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests import device
+from tests.triton.changes import adapted
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compiled_model import assert_close
 
@@ -21,17 +22,8 @@ X = torch.linspace(-1, 1, 5 * 48).view(5, 48)
 
 def made(*blocks):
     """Of layers 48 to 32 and back, so many in each block."""
-    from peft import LoraConfig, get_peft_model
-
     layers = iter([nn.Linear(48, 32), nn.Linear(32, 48)])
-    base = nn.Sequential(*[nn.Sequential(*[next(layers) for _ in range(n)]) for n in blocks]).to(device.NAME, HALF[0])
-    config = LoraConfig(r=4, use_dora=True, target_modules=r"\d\.\d")
-    made = get_peft_model(base, config, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora" in name:
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return made
+    return adapted(nn.Sequential(*[nn.Sequential(*[next(layers) for _ in range(n)]) for n in blocks]), r"\d\.\d")
 
 
 def sharded(model, mesh):

@@ -54,31 +54,25 @@ def test_without_a_graph(op):
         assert torch.equal(direct, op(*given)) and ways[2:] == ["launcher"]
 
 
-class Watching(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+def watching(base, asked):
+    """A mode that notes what it sees."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def see(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
+    return type("Watching", (base,), {asked: see})
 
-class FunctionWatching(torch.overrides.TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+MODES = watching(TorchDispatchMode, "__torch_dispatch__"), watching(torch.overrides.TorchFunctionMode, "__torch_function__")
 
 
 @pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("mode", [Watching, FunctionWatching])
+@pytest.mark.parametrize("mode", MODES)
 def test_modes_see_it(op, mode):
     op, ways = op
     with mode() as mode:
+        mode.seen = []
         op(*args())
     assert "fdora.compose.default" in mode.seen and ways[0] == "dispatcher"
 

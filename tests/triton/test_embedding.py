@@ -48,20 +48,6 @@ def test_a_number_that_is_no_row_has_no_gradient(monkeypatch):
     assert all(rel_l2(got[n], want[n]) <= 1e-6 for n in leaves)
 
 
-def test_gradients_that_plain_torch_makes():
-    """m of each row of the table, and a rank that no program holds."""
-    for axis, r in ((1, 8), (0, 65)):
-        W, A, B, m = table(50, 40, r, axis, torch.float32)
-        ids, leaves = numbers(50, (33,)), {"A": A.requires_grad_(), "B": B.requires_grad_(), "m": m.requires_grad_()}
-        dy = torch.randn(33, 40, device=device.NAME)
-        both = [
-            grads(dora_embedding(ids, W, A, B, m, s=S, norm_axis=axis, padding_idx=0, backend=backend), dy, **leaves)
-            for backend in ("triton", "eager")
-        ]
-        for n in leaves:
-            assert rel_l2(both[0][n], both[1][n]) <= 1e-6, (axis, n)
-
-
 @pytest.mark.parametrize(("dtype", "r", "many"), [(torch.float32, 20, 9), (torch.float16, 8, 9), (torch.float16, 20, 2)])
 def test_a_number_that_is_no_row_is_nan_and_reads_nothing(dtype, r, many, monkeypatch):
     """In each kernel: of any call, of programs that walk, and of two launches."""

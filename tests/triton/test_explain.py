@@ -21,7 +21,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.plan import Plan
 from tests import device
-from tests.triton.drawn import NAMES, calls
+from tests.triton.drawn import NAMES, backward_of, calls
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 H = torch.float16
@@ -74,12 +74,6 @@ def distinct(plans):
         if each not in found:
             found.append(each)
     return found
-
-
-def backward_of(out):
-    ys = [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
-    if ys:
-        torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
 
 
 @needs_kernels

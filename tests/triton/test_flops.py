@@ -50,13 +50,6 @@ def backward(M, N, K):
 
 
 @needs_kernels
-@pytest.mark.parametrize("M", [5, 80])
-def test_a_layer(M):
-    la = layer(40)
-    assert counted(F.dora_linear, draw(M, K), *la[:4], s=2.0) == (norm(40, K) + forward(M, 40, K), backward(M, 40, K))
-
-
-@needs_kernels
 def test_only_what_is_asked_for_is_counted():
     la, M, N = layer(40), 80, 40
     W, A, B, m = (t.detach() for t in la[:4])
@@ -68,16 +61,8 @@ def test_only_what_is_asked_for_is_counted():
 
 @needs_kernels
 @pytest.mark.parametrize("M", [5, 80])
-def test_a_group(M):
-    layers = [layer(40), layer(16), F.DoraLayer(draw(24, K, grad=False))]
-    want = [norm(n, K) + forward(M, n, K) for n in (40, 16)], [backward(M, n, K) for n in (40, 16)]
-    frozen = 2 * M * 24 * K
-    assert counted(F.dora_linear_group, draw(M, K), layers) == (sum(want[0]) + frozen, sum(want[1]) + frozen)
-
-
-@needs_kernels
-def test_an_mlp():
-    M, inner, N = 80, 32, 24
+def test_an_mlp(M):
+    inner, N = 32, 24
     got = counted(F.dora_mlp, draw(M, K), layer(inner), layer(inner), layer(N, inner))
     shapes = (inner, K), (inner, K), (N, inner)
     assert got == (sum(norm(*s) + forward(M, *s) for s in shapes), sum(backward(M, *s) for s in shapes))
@@ -91,23 +76,6 @@ def test_norms_and_merges():
     assert counted(F.dora_merge, W, A, B, m, s=2.0) == (2 * norm(40, K), 0)
     slabs = 32  # float32 factors are float16 ones of three times the rank, filled up
     assert counted(F.dora_norm, W, A.float(), B.float(), s=2.0)[0] == 2 * 40 * K * slabs
-
-
-@needs_kernels
-def test_elementwise_passes_are_not_counted():
-    base, g = draw(5, K), draw(K, dtype=torch.float32)
-    assert counted(F.dora_compose, base, draw(5, K), g, s=2.0) == (0, 0)
-
-
-@needs_kernels
-def test_float32_as_well():
-    la = layer(40)
-    W, A, B, m = (t.detach().float().requires_grad_(i > 0) for i, t in enumerate(la[:4]))
-    c = F.dora_norm(W, A, B, s=2.0)
-    assert counted(F.dora_linear, draw(80, K, dtype=torch.float32), W, A, B, m, s=2.0, norm=c) == (
-        forward(80, 40, K),
-        backward(80, 40, K),
-    )
 
 
 def test_fake_tensors_are_counted_without_a_gpu():

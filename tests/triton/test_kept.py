@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fdora import _dispatch
 from fdora._norm_cache import give_norm
 from fdora.functional import dora_norm, dora_norm_state
 from fdora.functional.norm import kept_norms
 from tests import device
 from tests.checks.norm_state import S, inputs
 from tests.norms import capture
-from tests.triton.changes import merged, new_weight, same_memory
+from tests.triton.changes import adapted
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
@@ -100,91 +99,11 @@ def test_many_chunks_of_rows(monkeypatch, chosen_anew):
 
 
 @pytest.fixture
-def model(monkeypatch):
-    """Two DoRA layers of PEFT that fdora runs, adapters away from their start, and whatever size worth a norm that is kept."""
-    pytest.importorskip("peft", reason="needs PEFT; `make test` installs it")
-    from peft import LoraConfig, get_peft_model
-
-    from fdora.integrations import _norm
+def model(kernels_everywhere):
+    """Two DoRA layers of PEFT that fdora runs."""
     from fdora.integrations.peft import use_fdora
 
-    monkeypatch.setattr(_norm, "SMALL", 0)
-    monkeypatch.setattr(_dispatch, "_forced", "triton")
-    base = nn.Sequential(nn.Linear(48, 64, dtype=HALF[0]), nn.Linear(64, 48, dtype=HALF[0])).to(device.NAME)
-    config = LoraConfig(r=4, use_dora=True, target_modules=["0", "1"])
-    made = use_fdora(get_peft_model(base, config, autocast_adapter_dtype=False))
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora" in name:
-                p.add_(torch.randn_like(p), alpha=0.1)
-    torch._dynamo.reset()
-    return made
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_through_peft(model, norms, checkpointing):
-    kind = "layer in place" if checkpointing else "model in place"  # each layer keeps its own in a checkpoint's body
-
-    def run(x):
-        return checkpoint(model, x, use_reentrant=False) if checkpointing else model(x)
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    x = torch.randn(5, 48, device=device.NAME, dtype=HALF[0], requires_grad=True)
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-
-    def both(f):
-        y = f(x)
-        return y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)
-
-    def agrees():
-        for got, want in zip(both(compiled), both(model), strict=True):
-            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-
-    agrees()
-    agrees()  # the first run of a plan may bring another way to name tensors: what was kept by the old name is not found
-    norms.poison(2, kind)  # g is halved in each layer, where the bias is not scaled
-    assert not torch.allclose(compiled(x), model(x), rtol=0.1)
-    norms.poison(0.5, kind)
-    assert len({launch.kind for launch in norms.launches} & {"layer in place", "model in place"}) == 1
-    agrees()
-    with torch.no_grad():
-        for p in leaves[1:]:
-            p.data.mul_(1.25)
-    agrees()
-    first = model.base_model.model[0]
-
-    for change in (
-        lambda: same_memory(first),
-        lambda: merged(model, first),
-        lambda: first.base_layer.load_state_dict({n: 2 * p for n, p in first.base_layer.state_dict().items()}),
-        lambda: model.float().to(HALF[0]),
-        lambda: new_weight(first),
-    ):
-        with torch.no_grad():
-            change()
-        leaves[1:] = [p for p in model.parameters() if p.requires_grad]
-        agrees()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_forwards_before_their_backwards(model, checkpointing):
-    """A checkpoint computes the norm again from what is kept, which the second forward was free to write."""
-
-    def run(x):
-        return checkpoint(model, x, use_reentrant=False) if checkpointing else model(x)
-
-    def gradients(f):
-        x = torch.full((5, 48), 0.5, device=device.NAME, dtype=HALF[0], requires_grad=True)
-        first, second = f(x), f(2 * x)
-        return [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (second, first)]
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        for got, want in zip(gradients(compiled), gradients(model), strict=True):
-            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-        for name, p in model.named_parameters():
-            if "lora_A" in name:
-                p.data.mul_(1.5)
+    return use_fdora(adapted(nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48)), ["0", "1"]))
 
 
 def test_room_for_it(model, norms):

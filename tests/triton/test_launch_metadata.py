@@ -1,7 +1,5 @@
 """Who listens to Triton's launches hears what the plan says of each; who does not, pays nothing."""
 
-import importlib
-import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +12,11 @@ from triton.compiler.compiler import ASTSource, CompiledKernel
 
 from fdora.functional import explain
 from fdora.triton import describe as explaining
-from fdora.triton import kernels
 from fdora.triton.runtime.cost import COSTS, launched
 from fdora.triton.runtime.plan import Array, Plan, Tile
 from tests.triton.drawn import NAMES, calls
 from tests.triton.test_explain import OTHERS
-from tests.triton.written import arrays, launches
+from tests.triton.written import arrays, launches, shipped
 
 HALF = {"dtypes": ["bf16", "fp16", "fp32"]}
 
@@ -65,14 +62,9 @@ def test_by_hand():
     assert said == {"name": "norm_kernel", "flops32": 2 * 10 * 20 * 3, "bytes": 4 * (200 + 60 + 30 + 10)}
 
 
-def found():
-    for module in pkgutil.iter_modules(kernels.__path__):
-        yield from vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items()
-
-
 def test_every_kernel_tells():
     """But for those that walk a table of layers: no argument says what they move (fdora/triton/tree.py knows)."""
-    theirs = {name: k for name, k in found() if name.endswith("_kernel") and "table" not in k.arg_names}
+    theirs = {name: k for name, k in shipped().items() if "table" not in k.arg_names}
     assert theirs.keys() == COSTS.keys()
     for name, k in theirs.items():
         told = getattr(k, "launch_metadata", None) or k.kwargs["launch_metadata"]  # compiled, interpreted

@@ -1,7 +1,5 @@
 """The merge kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -28,21 +26,14 @@ def triton_unmerge(W, t, c):
     return dora_unmerge(W, t["A"], t["B"], t["m"], s=t["s"], norm=c, backend="triton")
 
 
-def test_round_trip_zero_rows_and_lost_rows():
-    limits = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-    for dtype, kind in itertools.product(DTYPES, ("plain", "zero_rows", "negative_m")):
-        t = tensors(40, 33, 8, dtype=dtype, adapter=torch.float32, kind=kind)
-        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-        assert rel_l2(triton_unmerge(triton_merge(t, norm=c), t, c), t["W"]) <= limits[dtype], (dtype, kind)
+def test_rows_that_had_cancelled_and_lost_rows():
+    from fdora.triton.merge import unmerge_fwd
+
     t = tensors(6, 5, 2, dtype=torch.float32)
-    t["W"][1] = t["B"][1] = t["m"][1] = 0
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
-    assert (triton_unmerge(triton_merge(t, norm=c), t, c)[1] == 0).all()
     t["m"][1], t["B"][1], c[1] = 1, 3, 0  # a row that had cancelled to nothing was -s B A, whatever stands there now
     want = -t["s"] * (t["B"] @ t["A"])[1]
     torch.testing.assert_close(triton_unmerge(torch.ones_like(t["W"]), t, c)[1], want, rtol=1e-5, atol=1e-6)
-    from fdora.triton.merge import unmerge_fwd
-
     t = tensors(6, 5, 2, dtype=torch.float32, kind="zero_m")  # past the check of the public function
     c = dora_norm(t["W"], t["A"], t["B"], s=t["s"])
     lost = unmerge_fwd(triton_merge(t, norm=c), t["A"], t["B"], t["m"], c, t["s"])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests import device
+from tests.triton.changes import adapted, moved
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
@@ -13,20 +14,12 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("kernels_everywhere")]
 @pytest.fixture
 def model():
     """One layer with two DoRA adapters of PEFT, away from their start."""
-    from peft import LoraConfig, get_peft_model
-
     from fdora.integrations.peft import use_fdora
 
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(32, 48, dtype=HALF[0])).to(device.NAME)
-    config = LoraConfig(r=4, use_dora=True, target_modules=["0"], lora_dropout=0.5)
-    made = get_peft_model(base, config, autocast_adapter_dtype=False)
-    made.add_adapter("other", config)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora" in name:
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return use_fdora(made).eval()
+    made = adapted(nn.Sequential(nn.Linear(32, 48)), ["0"], lora_dropout=0.5)
+    made.add_adapter("other", made.peft_config["default"])
+    return use_fdora(moved(made)).eval()
 
 
 def compiled(model):

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from fdora import _dispatch
-from fdora.functional import dora_linear, dora_merge_quantized, dora_norm, dora_norm_state
+from fdora.functional import dora_merge_quantized, dora_norm, dora_norm_state
 from fdora.quant import opaque
 from tests import device, reference
 from tests.checks.norm_state import moved
-from tests.close import rel_l2
 from tests.quant.make import QUANTISED
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.test_quant_layers import weight
@@ -117,27 +115,6 @@ def test_a_state_in_compiled_code():
     poisoned = state._replace(c=state.c + 1)
     assert torch.equal(call(W, A, B, poisoned).c, poisoned.c)
     assert torch.equal(call(W, A, 2 * B, poisoned).c, dora_norm(W, A, 2 * B, s=S, backend="triton"))
-
-
-def test_a_layer_and_a_state(monkeypatch):
-    monkeypatch.setattr(_dispatch, "_forced", "triton")
-    W = weight("nf4 nested")
-    A, B = (t.requires_grad_() for t in adapter(W))
-    m = (1.1 * dora_norm(W, A, B, s=S)).requires_grad_()
-    x = torch.randn(5, 96, device=device.NAME, dtype=torch.float16, requires_grad=True)
-    dense, results = W.dequantize(torch.float16), []
-    state = dora_norm(W, A, B, s=S, state=dora_norm_state(W))
-    for w in (W, dense):
-        y = dora_linear(x, w, A, B, m, s=S, norm=state.c, keep_inner=True)  # as few tokens and codes do anyway
-        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, A, B, m])])
-    assert all(map(torch.equal, *results))
-    again = dora_norm(W, A, B, s=S, state=state)
-    assert torch.equal(again.c, state.c) and torch.equal(again.c, dora_norm(W, A, B, s=S))
-    with torch.no_grad():
-        B.mul_(2)
-    new = dora_norm(W, A, B, s=S, state=again)
-    assert torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
-    assert rel_l2(dora_linear(x, W, A, B, m, s=S).detach(), dora_linear(x, dense, A, B, m, s=S).detach()) < 2e-3
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])

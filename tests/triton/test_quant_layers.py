@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, lut4, opaque, quantize
+from fdora.quant import Codes8, Lut4, QuantWeight, lut4
 from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
@@ -20,6 +20,7 @@ from fdora.triton.runtime import walk
 from fdora.triton.small import LIMIT
 from tests import device
 from tests.close import rel_l2
+from tests.functional import test_quant as of_functions
 from tests.quant.make import CASES, QUANTISED, awq, gptq, hqq
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, plan_dense
@@ -58,8 +59,7 @@ def weight(name, n=48, k=96, dtype=HALF, seed=0):
         W = PACKED[name](n, k)
         small = [t / 64 if key in ("scales", "scale") else t for key, t in W.named().items()]
         return replace(W, tensors=tuple(small), dtype=dtype)
-    W = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8
-    return quantize(W, name.split()[0], dtype=dtype, **QUANTISED[name]).to(device.NAME)
+    return of_functions.weight(name, n, k, dtype, seed).to(device.NAME)
 
 
 def adapter(W, r=4, seed=1):
@@ -165,31 +165,6 @@ def test_autocast():
 
 
 @needs_kernels
-def test_other_kinds_are_decoded_in_torch():
-    base = torch.randn(48, 96, device=device.NAME, dtype=HALF)
-    W = opaque(lambda t: t.mul(2), (48, 96), HALF, device.NAME, (base,))
-    x, (A, B, m) = x_of(MANY), adapter(W)
-    c = dora_norm(W, A, B, s=S)
-    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), [W], [x, A, B, m], False))
-
-
-@needs_kernels
-def test_a_group_with_a_dense_one_and_a_frozen_one():
-    q, k, v = weight("nf4 nested"), torch.randn(24, 96, device=device.NAME, dtype=HALF) / 8, weight("fp8", 32)
-    first, second = adapter(q), adapter(k)
-    norms, x = [dora_norm(W, *p[:2], s=S) for W, p in ((q, first), (k, second))], x_of(MANY)
-
-    def call(q, k, v):
-        layers = [DoraLayer(W, *p, S, norm=c) for W, p, c in zip((q, k), (first, second), norms, strict=True)]
-        return dora_linear_group(x, [*layers, DoraLayer(v)])
-
-    assert_outputs_equal(both(call, [q, k, v], [x, *first, *second], True), 3)
-    other = opaque(lambda t: t.mul(2), (24, 96), HALF, device.NAME, (k,))  # beside one that no kernel reads
-    got = call(q, other, v)[1]
-    assert torch.equal(got, call(q, 2 * k, v)[1])
-
-
-@needs_kernels
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize(("name", "need_x"), [("nf4 nested", False), ("nf4 nested", True), ("awq", False), ("awq", True)])
 def test_rows_with_no_magnitude_have_their_gradient(name, need_x, tokens, undecoded):
@@ -261,46 +236,6 @@ def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
     assert_same_norm(got, want)
     with torch.no_grad():
         assert torch.equal(dora_linear(x, W, A, B, m, s=S), got[0])
-
-
-@needs_kernels
-def test_norms_inside_a_group_and_an_mlp(ran):
-    """Of those layers that have codes, an adapter and no norm; others get theirs ahead."""
-    q, k, v = weight("nf4 nested"), torch.randn(24, 96, device=device.NAME, dtype=HALF) / 8, weight("fp8", 32)
-    down = weight("mxfp4", 48, 32)
-    first, second, third, last, x = adapter(q), adapter(k), adapter(v), adapter(down), x_of(MANY)
-    every = ((q, first), (k, second), (v, third), (down, last))
-    norms = [dora_norm(W, *p[:2], s=S) for W, p in every]
-
-    def group(q_norm=None, k_norm=None, v_norm=None):
-        layers = zip((q, k, v), (first, second, third), (q_norm, k_norm, v_norm), strict=True)
-        return dora_linear_group(x, [*(DoraLayer(W, *p, S, norm=c) for W, p, c in layers), DoraLayer(q)])
-
-    def mlp(v_norm=None, down_norm=None):
-        return dora_mlp(x, DoraLayer(v), DoraLayer(v, *third, S, norm=v_norm), DoraLayer(down, *last, S, norm=down_norm))
-
-    leaves = [x, *first, *second, *third]
-    want = gradients(group(*norms[:3]), leaves)
-    for given in ((), (None, None, norms[2]), (norms[0],)):
-        assert_same_norm(gradients(group(*given), leaves), want)
-    leaves, ran[:] = [x, *third, *last], []
-    got = gradients(mlp(), leaves)
-    assert [plan.name for plan in ran] == ["dora_mlp forward", "dora_mlp backward"]
-    for given in (norms[2:], norms[2:3]):
-        assert_same_norm(gradients(mlp(*given), leaves), got)
-
-
-@needs_kernels
-def test_nothing_dense_is_saved(undecoded):
-    W, x = weight("nf4 nested", 128, 128), x_of(MANY, 128)
-    A, B, m = adapter(W)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = dora_linear(x, W, A, B, m, s=S)
-    assert {t.data_ptr() for t in W.tensors} <= {t.data_ptr() for t in saved}
-    assert not any(t.is_floating_point() and t.numel() >= 128 * 128 for t in saved)
-    y.float().sum().backward()
-    assert A.grad is not None and x.grad is not None
 
 
 @needs_kernels

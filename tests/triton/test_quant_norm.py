@@ -25,6 +25,7 @@ from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import (
     HOPPER,
     arguments,
+    by_tma,
     forms_of_codes,
     ints_of_codes,
     launches,
@@ -131,7 +132,7 @@ def truth(W, A, B, s):
 def assert_norm(c, W, A, B, s, limit=1e-6):
     want = truth(W, A, B, s)
     assert c.dtype == FP32 and c.shape == want.shape
-    worst = ((c.double() - want).abs() / want.clamp_min(1e-30)).max().item()
+    worst = max(((c.double() - want).abs() / want.clamp_min(1e-30)).tolist(), default=0.0)
     assert worst <= limit, f"{worst:.2g}"
 
 
@@ -349,59 +350,19 @@ def some():
 
 
 @needs_kernels
-def test_rows_of_zeros_and_of_nan_stay_alone():
+def test_rows_of_nan_stay_alone():
+    """Of the last scale, and of one number of B."""
     for at, case in enumerate(some()):
         A, B = adapter(case, 8)
-        B[2] = 0
         N, K = case.coded.shape
-        codes, scales, *more = case.tensors
-        scales = scales.clone()
-        if at == 0:  # a nested scale: the code of 0, and an offset of 0
-            one = placed(
-                Case(
-                    case.coded,
-                    (
-                        codes,
-                        bytes_of(len(scales)),
-                        torch.cat([torch.zeros(1), torch.rand(255)]),
-                        more[1].cpu(),
-                        torch.tensor(0.0),
-                    ),
-                    case.W,
-                )
-            )
-            codes, scales, *more = one.tensors
-            scales[2 * K // 8 : 3 * K // 8] = 0
-            case = one
-        elif at == 1:  # two groups to a row, which they share: those of rows 2 and 1 to 3
-            scales[2 * K // 64 : 3 * K // 64 + 1] = 0
-        elif at == 2:
-            scales.view(37, -1)[2] = 0
-        elif at == 3:
-            scales[2] = 0
-        else:
-            codes = codes.clone().view(torch.uint8)
-            codes[2] = 0
-            codes = codes.view(torch.float8_e4m3fn)
-        c = run(case._replace(tensors=(codes, scales, *more)), A, B)
-        assert c[2] == 0 and c.isfinite().all()
-        assert (c[4:] > 0).all()
-        if at > 1:
-            W = case.W.clone()
-            W[2] = 0
-            assert_norm(c, W, A, B, 0.7)
-        broken, nan = scales.clone(), float("nan")
-        if at == 0:
-            more[1] = more[1].clone()
-            more[1][-1] = nan
-            first = (len(more[1]) - 1) * 256 * 8 // K
-        else:
-            broken.flatten()[-1] = 0x7F if broken.dtype == torch.uint8 else nan
-            first = {1: N - 1 - (N * K % 64 > K), 2: N - 1, 3: N - 1, 4: 128}[at]
-        c = run(case._replace(tensors=(codes, broken, *more)), A, B)
+        tensors = [t.clone() for t in case.tensors]
+        broken = tensors[3 if at == 0 else 1].flatten()
+        broken[-1] = 0x7F if broken.dtype == torch.uint8 else float("nan")
+        c = run(case._replace(tensors=tuple(tensors)), A, B)
+        first = {0: (len(broken) - 1) * 256 * 8 // K, 1: N - 1 - (N * K % 64 > K), 2: N - 1, 3: N - 1, 4: 128}[at]
         assert c.isnan().nonzero().flatten().tolist() == list(range(first, N)), at
-        B[5, 1] = nan
-        assert run(case._replace(tensors=(codes, scales, *case.tensors[2:])), A, B).isnan().nonzero().flatten().tolist() == [5]
+        B[5, 1] = float("nan")
+        assert run(case, A, B).isnan().nonzero().flatten().tolist() == [5]
 
 
 @needs_kernels
@@ -422,27 +383,18 @@ def test_strides():
 
 
 @needs_kernels
-def test_every_partial_is_written_and_bits_repeat(monkeypatch, chosen_anew):
-    for case in some():
-        for dtype in (HALF, FP32):
-            A, B = adapter(case, 24, dtype)
-            first = run(case, A, B, dense=HALF)
-            junk = [torch.full((300 * n,), float("nan"), device=device.NAME) for n in range(1, 9)]
-            del junk
-            assert all(map(torch.equal, run(case, A, B, dense=HALF), first))
-            torch.testing.assert_close(run(case, A, B, squared=True), first[0].square(), rtol=1e-6, atol=0)
-
-
-@needs_kernels
-def test_nothing_of_something():
-    for N, K in ((0, 64), (5, 0)):
-        for case in (four("nf4", "fp32", N, K), eight("int8", "tensor", N, K)):
-            A, B = torch.zeros(3, K, dtype=HALF, device=device.NAME), torch.zeros(N, 3, dtype=HALF, device=device.NAME)
-            c, W = run(case, A, B, dense=HALF)
-            assert c.shape == (N,) and (c == 0).all() and W.shape == (N, K) == dense_of(case, HALF).shape
-    case = four("nf4", "nested", 40, 64)
-    A, B = torch.zeros(0, 64, dtype=HALF, device=device.NAME), torch.zeros(40, 0, dtype=HALF, device=device.NAME)
-    assert_norm(run(case, A, B), case.W, A, B, 0.7)
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize(("N", "K", "r"), [(0, 64, 3), (5, 0, 3), (40, 64, 0)])
+def test_nothing_of_something(N, K, r, hopper, as_hopper):
+    """A driver makes no tensor map of a matrix without rows or columns: seen on an H200 at r = 0."""
+    plans = as_hopper() if hopper and device.NAME == "cpu" else {}
+    for case in (four("nf4", "fp32", N, K), four("nf4", "nested", N, K), eight("int8", "tensor", N, K)):
+        A, B = (torch.zeros(*shape, dtype=HALF, device=device.NAME) for shape in ((r, K), (N, r)))
+        c, W = run(case, A, B, dense=HALF)
+        assert torch.equal(W, case.W.to(HALF)) and torch.equal(dense_of(case, HALF), W)
+        for norm in (c, run(case, A, B)):
+            assert_norm(norm, case.W, A, B, 0.7)
+    assert not any(map(by_tma, (step for plan in plans.values() for step in launches(plan))))
 
 
 # what needs no kernels

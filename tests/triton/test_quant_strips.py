@@ -84,17 +84,3 @@ def test_what_lies_otherwise_goes_tile_by_tile(as_hopper):
     assert_norm(run(narrow, a, b), narrow.W, a, b, 0.7)
     if device.NAME == "cpu":
         assert walked(plans) == [True, False, False, False]
-
-
-@needs_kernels
-@pytest.mark.parametrize(("N", "K", "r"), [(0, 64, 3), (5, 0, 3), (40, 64, 0)])
-def test_nothing_has_no_strips(N, K, r, as_hopper):
-    """A driver makes no tensor map of a matrix without rows or columns: seen on an H200 at r = 0."""
-    plans = as_hopper() if device.NAME == "cpu" else {}
-    case = four("nf4", "fp32", N, K)
-    A, B = (
-        torch.zeros(r, K, dtype=torch.float16, device=device.NAME),
-        torch.zeros(N, r, dtype=torch.float16, device=device.NAME),
-    )
-    torch.testing.assert_close(run(case, A, B).double(), case.W.double().norm(dim=1), rtol=1e-6, atol=0)
-    assert not any(walked(plans))

@@ -13,6 +13,7 @@ from torch import nn
 from fdora.integrations import _tree, _units
 from fdora.integrations.peft import use_fdora
 from tests import device
+from tests.triton.changes import adapted
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_compiled_model import assert_close
 from tests.triton.test_compiled_shards import change, step
@@ -26,18 +27,9 @@ class Block(nn.Sequential):
 
 @pytest.fixture
 def model():
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(0)
     blocks = [Block(nn.Linear(48, 32), nn.Linear(32, 64, bias=False), nn.Linear(64, 48)) for _ in range(2)]
-    base = nn.Sequential(*blocks).to(device.NAME, HALF[0])
-    config = LoraConfig(r=4, use_dora=True, target_modules=r"\d\.\d")
-    made = get_peft_model(base, config, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora" in name:
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return made
+    return adapted(nn.Sequential(*blocks), r"\d\.\d")
 
 
 def fsdp(model, mesh, checkpointed=False):

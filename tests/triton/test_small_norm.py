@@ -2,13 +2,11 @@
 
 import math
 
-import pytest
 import torch
 
-from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
-from fdora.triton import small_norm
+from fdora.triton import mlp, small_norm
 from fdora.triton.linear import plan_forward
-from tests import device
+from tests import device  # noqa: F401 (read by the mark)
 from tests.close import rel_l2
 from tests.make import tensors
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
@@ -21,10 +19,6 @@ APART = {"norm_kernel": 1, "sum_kernel": 1}
 def exact(t):
     """The norm in float64."""
     return torch.linalg.vector_norm(t["W"].double() + t["s"] * t["B"].double() @ t["A"].double(), dim=1)
-
-
-def call(t, **kwargs):
-    return dora_linear(*(t[n] for n in "xWABm"), s=t["s"], backend="triton", **kwargs)
 
 
 @needs_kernels
@@ -47,38 +41,6 @@ def test_the_norm_is_exact_where_w_and_the_adapter_cancel_and_nan_stays_in_its_r
     assert rel_l2(c[others], want[others]) < 1e-5
 
 
-@needs_kernels
-def test_layers_that_share_x_and_an_mlp(monkeypatch):
-    """Each pass forms the norm of its own W; no launch of the norm is left."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a norm of its own")
-
-    torch.manual_seed(0)
-    dtype, x = HALF[0], torch.randn(4, 48, device=device.NAME).to(HALF[0])
-
-    def made(N, K, r, s):
-        t = tensors(N, K, r, (4,), dtype, dtype)
-        return DoraLayer(*(t[n] for n in "WABm"), s)
-
-    layers = [made(40, 48, 8, 2.0), made(24, 48, 16, 2.0)]
-    mlp = [made(32, 48, 8, 2.0), made(32, 48, 8, 1.0), made(48, 32, 8, 2.0)]
-    with_norms = [[la._replace(norm=dora_norm(*la[:3], s=la.s, backend="triton")) for la in each] for each in (layers, mlp)]
-    want = dora_linear_group(x, with_norms[0], backend="triton")
-    want_mlp = dora_mlp(x, *with_norms[1], act="silu", backend="triton")
-    for name in ("_row_norm", "row_norm"):
-        monkeypatch.setattr(f"fdora.triton.norm.{name}", refuse)
-    for got, y in zip(dora_linear_group(x, layers, backend="triton"), want, strict=True):
-        assert rel_l2(got, y) < 2 * torch.finfo(dtype).eps
-    x.requires_grad_()
-    y = dora_mlp(x, *mlp, act="silu", backend="triton")
-    assert rel_l2(y, want_mlp) < 4 * torch.finfo(dtype).eps
-    y.float().sum().backward()
-    assert x.grad is not None
-    with pytest.raises(AssertionError, match="of its own"):
-        dora_linear(torch.randn(65, 48, device=device.NAME).to(dtype), *layers[0][:4], s=2.0, backend="triton")
-
-
 # what needs no kernels
 
 
@@ -96,6 +58,12 @@ def test_what_a_plan_launches():
         la[4] = None
         plan = plan_forward((alike(M, 1024, dtype=torch.bfloat16), *la), HOPPER, 0.0, "lora", ("nothing",), True)
         assert "small_norm_kernel" not in kernels(plan) and kernels(plan)["norm_kernel"] == 1
+    x, up, down = alike(4, 48, dtype=torch.float16), *(layer(*s, 8, *[torch.float16] * 2) for s in ((32, 48), (48, 32)))
+    up[4] = down[4] = None
+    pair, three = ((la, 0.0, "lora", ("nothing",) * n, True) for n, la in ((2, up * 2), (3, up * 2 + down)))
+    for count, plan_of, (la, *options) in ((2, plan_forward, pair), (3, mlp.plan_forward, (*three, "silu"))):
+        found = kernels(plan_of((x, *la), HOPPER, *options))  # each pass forms the norm of its own W
+        assert found["small_norm_kernel"] == count and "norm_kernel" not in found
 
 
 def test_what_is_asked_of_the_operands():

@@ -144,13 +144,9 @@ def test_as_the_plan_chooses():
 
 
 @needs_kernels
-def test_bits_repeat_and_nan_stays_in_its_rows():
+def test_nan_stays_in_its_rows():
     case = four("nf4", "fp32", 40, 256)
     x, dz, A, B, m, c, bias = operands(case, 5, 16)
-    first = forward(case, x, A, B, m, c, bias)
-    junk = [torch.full((5 * n,), float("nan"), device=device.NAME) for n in range(1, 99)]
-    del junk
-    assert all(map(torch.equal, forward(case, x, A, B, m, c, bias), first))
     codes, scales = case.tensors
     broken = scales.clone()
     broken[4 * 39] = float("nan")  # the last row's first group

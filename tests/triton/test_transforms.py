@@ -1,4 +1,4 @@
-"""tests/test_transforms.py on the kernels, in float32: gradients, also of each token, and banks of adapters."""
+"""tests/test_transforms.py on the kernels, in float32: gradients, also of each token, banks of adapters, compiled, under autocast."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fdora import _dispatch
 from tests import device  # noqa: F401 (read by the mark)
 from tests import test_transforms as of
 from tests.close import rel_l2
-from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
+from tests.triton.marks import HALF, INTERPRETED, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -20,15 +20,26 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(_dispatch, "_forced", "triton")
     monkeypatch.setattr(of, "DTYPE", torch.float32)
     monkeypatch.setattr(of, "assert_exact", near)
+    monkeypatch.setattr(of, "LENGTHS", (5, 96, 130))  # few tokens, and tiles
+    if INTERPRETED:
+        monkeypatch.setattr(of, "INDUCTOR", ())
 
 
+COMPILED = ("norm", "merge", "linear_bias", "linear_dropout", "linear_dropout_peft", "group", "mlp")
 CASES = {
     of.test_func_grad: of.GRAD,
-    of.test_a_gradient_per_token: of.TOKENS,
+    of.test_vmap_over_tokens: of.TOKENS,
     of.test_vmap_over_a_bank_of_adapters: of.OPS,
+    of.test_compile: COMPILED,
 }
 
 
 @pytest.mark.parametrize(("check", "name"), [(check, name) for check, names in CASES.items() for name in names])
 def test_as_the_plain_call(check, name):
     check(name)
+
+
+@pytest.mark.parametrize("base", [torch.float32, None])
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast(dtype, base):
+    of.test_autocast(dtype, base)

@@ -30,10 +30,9 @@ from fdora.triton.runtime.cost import Cost  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Launch, Product, Scalar, Tile  # noqa: E402
 from tests import device  # noqa: E402
-from tests.triton.drawn import NAMES, calls  # noqa: E402
+from tests.triton.drawn import NAMES, backward_of, calls  # noqa: E402
 from tests.triton.marks import HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: E402, F401
 from tests.triton.recorder import INVALID_VALUE, assembled, fake_map, matrix, recording, setup_of  # noqa: E402
-from tests.triton.test_explain import backward_of  # noqa: E402
 from tests.triton.written import (  # noqa: E402
     BF16,
     FP16,
@@ -67,6 +66,13 @@ def memory_for(like):
     t = store[0 if like.aligned else 1 :].as_strided(like.shape, like.stride)
     assert (t.data_ptr() % 16 == 0) == like.aligned or 0 in like.shape
     return t
+
+
+def first_of(calls, wanted=lambda plan: True):
+    """The first of these plans that is wanted, and tensors for it."""
+    made = ((maker(tuple(likes), GPU, *options), likes) for maker, likes, options in calls)
+    plan, likes = next((plan, likes) for plan, likes in made if wanted(plan))
+    return plan, tuple(map(memory_for, likes))
 
 
 def expected(plan, base, scalars, kernels, scratch=0):
@@ -155,20 +161,6 @@ def test_every_pointer_scalar_and_integer_is_what_the_plan_says():
 
 
 OF_LAYERS = 31  # of these, what the calls above launch
-KERNELS = 83  # all of fdora/triton/kernels but those of whole models and calls, which test_tree.py and test_kept_call.py have
-
-
-def test_every_kernel_is_counted():
-    import importlib
-    import pkgutil
-
-    package = importlib.import_module("fdora.triton.kernels")
-    modules = [
-        importlib.import_module(f"fdora.triton.kernels.{m.name}")
-        for m in pkgutil.iter_modules(package.__path__)
-        if m.name not in ("tree", "kept")
-    ]
-    assert len({n for module in modules for n in vars(module) if n.endswith("_kernel")}) == KERNELS
 
 
 def layouts(rows, columns, generator):
@@ -283,10 +275,7 @@ def test_threads_do_not_write_into_one_another():
 @in_c
 @on_cpu
 def test_errors_of_the_driver_become_errors_of_python():
-    likes = next(likes for maker, likes, _ in calls_of_linear(200, 96, 64, 16, BF16))
-    maker, _, options = next(calls_of_linear(200, 96, 64, 16, BF16))
-    plan = maker(tuple(likes), GPU, *options)
-    tensors = tuple(map(memory_for, likes))
+    plan, tensors = first_of(calls_of_linear(200, 96, 64, 16, BF16))
     with recording(compute=False) as (module, recorder):
         program, _ = assembled(plan, module, recorder)
         counts = [sys.getrefcount(t) for t in tensors if t is not None]
@@ -326,9 +315,7 @@ def test_errors_of_the_driver_become_errors_of_python():
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_thread_without_a_context_of_cuda_gets_one(stays):
     """Autograd's threads have none before something of CUDA's runtime ran there, and what runs first may be a plan."""
-    made = ((maker(tuple(likes), GPU, *options), likes) for maker, likes, options in calls_of_linear(200, 96, 64, 16, BF16))
-    plan, likes = next((plan, likes) for plan, likes in made if isinstance(plan.steps[0], Launch))
-    tensors = tuple(map(memory_for, likes))
+    plan, tensors = first_of(calls_of_linear(200, 96, 64, 16, BF16), lambda plan: isinstance(plan.steps[0], Launch))
     with recording(compute=False) as (module, recorder):
         program, _ = assembled(plan, module, recorder)
         recorder.errors = {"launch": 201}
@@ -376,10 +363,9 @@ def test_a_handle_or_memory_that_is_not_to_be_had():
 @on_cpu
 def test_a_program_keeps_its_kernels_and_nothing_else():
     with recording(compute=False) as (module, recorder):
-        maker, likes, options = next(calls_of_weights(96, 128, 8, BF16))
-        program, kernels = assembled(maker(tuple(likes), GPU, *options), module, recorder)
+        plan, tensors = first_of(calls_of_weights(96, 128, 8, BF16))
+        program, kernels = assembled(plan, module, recorder)
         owners = [weakref.ref(c.owner) for c in kernels]
-        tensors = tuple(map(memory_for, likes))
         refs = [weakref.ref(t) for t in (*tensors, *program.run(tensors, (0.5,), STREAM))]
         recorder.made.clear()
         del kernels, tensors
@@ -417,8 +403,7 @@ def test_what_is_too_much_for_it_the_walk_in_python_runs(monkeypatch):
         wide = plan_of(lambda plan, *likes: [plan.operand(t) for t in likes], *[alike(4, 4)] * module.MAX_TENSORS, device=GPU)
         assert native.program(wide) is False
         assert native.program(plan_of(filled, device=GPU)) is False
-        maker, likes, options = next(calls_of_linear(200, 96, 64, 16, BF16))
-        plan = maker(tuple(likes), GPU, *options)
+        plan, _ = first_of(calls_of_linear(200, 96, 64, 16, BF16))
         monkeypatch.setattr(native, "tensor_map", lambda *_: None)
         assert assembled(plan, module, recorder)[0] is False
 
@@ -520,30 +505,18 @@ def ready(monkeypatch):
     return plan, ran
 
 
-def test_the_current_stream_of_the_device_is_passed(ready):
-    plan, ran = ready
-    walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
-    assert ran == [("program", 1000)]
-
-
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_gets_every_launch_the_public_way(hook, ready, monkeypatch):
+def test_a_profiler_and_a_debugger_get_every_launch_the_public_way(hook, ready, monkeypatch):
+    """And so do products by another rule. Else the current stream of the device is passed."""
     plan, ran = ready
-    for listening in (SimpleNamespace(calls=[print]), SimpleNamespace(calls=[]), print):
+    heard = ((hook, SimpleNamespace(calls=[print])), (hook, SimpleNamespace(calls=[])), (hook, print), ("debug", True))
+    for name, value in heard:
         with monkeypatch.context() as patch:
-            patch.setattr(triton.knobs.runtime, hook, listening)
+            patch.setattr(triton.knobs.runtime, name, value)
             walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
-    assert [each[0] for each in ran] == ["python", "program", "python"]
-
-
-def test_a_debugger_too_and_products_by_another_rule(ready, monkeypatch):
-    plan, ran = ready
-    with monkeypatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "debug", True)
-        walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
     monkeypatch.setattr(walk, "usual_math", lambda: False)
     walk.run(plan, (torch.ones(5, 8), torch.ones(8, 8)), (1.0,))
-    assert ran == [("python",)] * 2
+    assert ran == [("python",), ("program", 1000), *[("python",)] * 3]
 
 
 @pytest.mark.parametrize(

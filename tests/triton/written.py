@@ -1,10 +1,13 @@
 """Plans that a test writes itself, and what stands in those that the facades write."""
 
+import importlib
+import pkgutil
 from collections import Counter
 from itertools import product
 
 import torch
 
+from fdora.triton import kernels as folder
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.layout import contiguous
@@ -30,6 +33,13 @@ def results_of(write, *tensors, scalars=()):
 
 def alike(*shape, dtype=torch.float16, stride=None, aligned=True):
     return Like(shape, contiguous(shape) if stride is None else stride, dtype, aligned)
+
+
+def shipped(*without):
+    """Every kernel of fdora/triton/kernels by its name, but those of these files."""
+    files = [each.name for each in pkgutil.iter_modules(folder.__path__) if each.name not in without]
+    found = [(name, f) for file in files for name, f in vars(importlib.import_module(f"{folder.__name__}.{file}")).items()]
+    return {name: f for name, f in found if name.endswith("_kernel")}
 
 
 def launches(plan, name=""):
@@ -387,31 +397,22 @@ def calls_of_fp8(M, N, K, r, dtype):
             yield plan_backward, [*saved, *la], (p, "lora", (True,), True, needs, *facts, True)
 
 
-def calls_of_fp8_banks(M, N, K, ranks, dtype):
-    """The same of many adapters: with few ranks in all, and with many; with dropout; sorted, or in any order."""
+def calls_of_fp8_banks(M, N, K, ranks, dtype, experts=False):
+    """The same of many adapters: with few ranks in all, and with many; with dropout; sorted, or in any order. Or of experts,
+    whose products are grouped."""
     from fdora.triton import multi
 
     x, dy = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
-    for r, mode in product(ranks, ("row", "block")):
-        codes, facts = in_eight_bits(N, K, mode)
-        for seed, order in ((False, False), (True, True)):
-            tensors, p = [None, *bank(M, N, K, r, 4, dtype, FP32, seed, order, seed)[1:], *codes], 0.1 if seed else 0.0
-            yield multi.plan_forward, [x, *tensors], ((), p, "lora", True, *facts)
-            saved = [dy, x, alike(M, r, dtype=dtype), dy]
-            yield multi.plan_backward, [*saved, *tensors], (seed, (), p, "lora", (*(True,) * 5, seed), *facts)
-
-
-def calls_of_fp8_experts(M, N, K, r, dtype):
-    """Grouped products of codes of 4 experts."""
-    from fdora.triton import multi
-
-    x, dy = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype)
-    for bias, mode in enumerate(("row", "block", "tensor")):
-        codes, facts = in_eight_bits(4 * N, K, mode)
-        tensors = [None, *bank(M, N, K, r, 4, dtype, FP32, bias == 1, experts=True)[1:], *codes]
-        yield multi.plan_forward, [x, *tensors], ((), 0.0, "lora", True, *facts, True)
+    for r, mode, also in product(ranks, ("row", "block", "tensor")[: 2 + experts], (False, True)):
+        codes, facts = in_eight_bits(4 * N if experts else N, K, mode)
+        seed, grouped = also and not experts, (True,) if experts else ()
+        tensors, p = (
+            [None, *bank(M, N, K, r, 4, dtype, FP32, also, seed, seed, experts=experts)[1:], *codes],
+            0.1 if seed else 0.0,
+        )
+        yield multi.plan_forward, [x, *tensors], ((), p, "lora", True, *facts, *grouped)
         saved = [dy, x, alike(M, r, dtype=dtype), dy]
-        yield multi.plan_backward, [*saved, *tensors], (bias == 1, (), 0.0, "lora", (*(True,) * 5, bias == 1), *facts, True)
+        yield multi.plan_backward, [*saved, *tensors], (also, (), p, "lora", (*(True,) * 5, also), *facts, *grouped)
 
 
 def wants_float8(maker, options):
@@ -547,8 +548,8 @@ EVERY = [
     (calls_of_fp8, 130, 137, 75, 5, FP16),
     (calls_of_fp8_banks, 4096, 1024, 2048, (16, 384), BF16),
     (calls_of_fp8_banks, 130, 137, 75, (5,), FP16),
-    (calls_of_fp8_experts, 4096, 1024, 2048, 16, BF16),
-    (calls_of_fp8_experts, 130, 137, 75, 5, FP16),
+    (calls_of_fp8_banks, 4096, 1024, 2048, (16,), BF16, True),
+    (calls_of_fp8_banks, 130, 137, 75, (5,), FP16, True),
 ]
 
 
@@ -577,7 +578,7 @@ def calls_of_many_rows(M):
     yield from calls_of_coded_layers(M, 64, 64, 8, BF16)
     yield from calls_of_fp8(M, 64, 64, 8, BF16)
     yield from calls_of_fp8_banks(M, 64, 64, (8, 100), BF16)
-    yield from calls_of_fp8_experts(M, 128, 64, 8, BF16)
+    yield from calls_of_fp8_banks(M, 128, 64, (8,), BF16, True)
     yield from calls_of_codes(M, 64, 8, BF16)
     for form in forms_of_codes():
         coded = Coded((M, 64), form)
