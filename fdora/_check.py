@@ -224,7 +224,7 @@ MAX_PASSED = 8192
 
 def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple | None:
     """What names such a call, for :func:`once`; None where it must be checked every time: under a compiler or torch.func, for
-    tensors that are not plain ones, and for an s that is not a finite number.
+    tensors that are not plain ones, and for an s that is not a finite number. An int may decide what is asked, as an axis does.
     """
     if torch.compiler.is_compiling() or functorch_active():
         return None
@@ -236,10 +236,10 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
         found = None
     if found is not None:
-        return fn, found
+        return fn, found, *[number for number in scalars if type(number) is int]
     coded = [t for t in tensors if isinstance(t, Weight)]  # what these store is in their place, with what is said of it
     plain = [None if isinstance(t, Weight) else t for t in tensors]
-    key = key_of(fn, (*plain, *[t for w in coded for t in w.tensors])) if coded else None
+    key = key_of(fn, (*plain, *[t for w in coded for t in w.tensors]), *scalars) if coded else None
     return None if key is None else (*key, *[w.spec for w in coded])
 
 

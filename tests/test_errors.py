@@ -190,6 +190,7 @@ MESSAGES = [
     (lambda: mlp(dropout_p="0.5"), "fdora.dora_mlp: `dropout_p` must be a Python number, got a str. Pass the probability that an element is dropped."),
     (lambda: linear(dropout_p=0.1, seed=-1), "fdora.dora_linear: `seed` must be in [0, 2**63), got -1. Pass a non-negative int."),
     (lambda: linear(dropout_p=0.1, seed=torch.tensor(1.0)), "fdora.dora_linear: `seed` must be int64, got float32. Cast it, for example with seed.to(torch.int64)."),
+    (lambda: linear(dropout_p=0.1, seed=torch.tensor(1, device="meta")), "fdora.dora_linear: `seed` must be on cpu (the device of `x`), got meta. Move it with seed.to('cpu')."),
     (lambda: linear(dropout_p=0.1, seed=torch.tensor([1])), "fdora.dora_linear: `seed` must be (), got (1,). Pass a tensor without axes, for example seed[0]."),
     (lambda: norm(max_bytes=100), "fdora.dora_norm: `max_bytes` must be at least 240 for these shapes, got 100. Raise it, or pass None."),
     (lambda: norm(state=F.dora_norm_state(torch.randn(N, K)), detach=False), "fdora.dora_norm: `state` must be None with detach=False, got a NormState. A norm that is reused has no gradient: detach it."),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fdora._check import check_device, check_dtype, check_shapes, fail
+from fdora._check import check_dtype, check_shapes, fail
 
 
 def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
@@ -16,15 +16,20 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
         return torch.randint(2**62, (), device=device)
     if isinstance(seed, Tensor):
         check_shapes(fn, {"seed": ""}, {"seed": seed})
-        check_dtype(fn, "seed", seed, (torch.int64,))
-        check_device(fn, "seed", {"seed": seed})
-        return seed
+        return checked(fn, seed, device)
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         want = "an int or an int64 tensor without axes"
         raise fail(fn, "seed", want, f"a {type(seed).__name__}", "Pass a whole number: it alone decides the mask.")
     if not 0 <= seed < 2**63:
         raise fail(fn, "seed", "in [0, 2**63)", seed, "Pass a non-negative int.")
     return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def checked(fn: str, seed: Tensor, device: torch.device) -> Tensor:
+    check_dtype(fn, "seed", seed, (torch.int64,))
+    if seed.device != device:
+        raise fail(fn, "seed", f"on {device} (the device of `x`)", seed.device, f"Move it with seed.to('{device}').")
+    return seed
 
 
 def drawn(count: int, device: torch.device) -> Sequence[Tensor]:

@@ -121,7 +121,7 @@ def check_embedding(
         check_weights(fn, tensors_of(layer, ids=ids), s, axes=axes, texts=("nn.Embedding", maker))
         check_dtype(fn, "ids", ids, (torch.int64, torch.int32), "Pass row numbers, for example ids.long().")
 
-    sharded = once(fn, (ids, W, A, B, m, norm), (s, float(norm_axis)), check, W=W)
+    sharded = once(fn, (ids, W, A, B, m, norm), (s, int(norm_axis)), check, W=W)
     if padding_idx is not None:
         whole = is_int(padding_idx)
         if not whole or not -W.shape[0] <= padding_idx < W.shape[0]:

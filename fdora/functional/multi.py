@@ -13,7 +13,7 @@ from fdora._check import check_device, check_dtype, check_frozen, check_left_out
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
-from fdora.functional._seed import seed_tensor
+from fdora.functional._seed import checked, seed_tensor
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_kernels, check_one, check_ranks, check_sequence, scalings
 from fdora.functional.layer import DoraLayer, tensors_of
@@ -186,8 +186,7 @@ def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(2**62, (adapters,), device=device)
     if isinstance(seed, Tensor) and seed.dim() == 1:
-        check_dtype(fn, "seed", seed, (torch.int64,))
-        check_device(fn, "seed", {"seed": seed})
+        checked(fn, seed, device)
         seed = seed.unbind() if seed.shape[0] != adapters else seed
     if isinstance(seed, (list, tuple)):
         if len(seed) != adapters:

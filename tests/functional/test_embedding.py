@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fdora import FdoraError
 from fdora.functional import dora_embedding, dora_norm
 from tests import device
 from tests.checks.embedding import CHECKS, S, numbers, table
@@ -70,3 +71,12 @@ def test_sums_of_rows_that_share_a_number_as_a_gpu_makes_them():
         want = torch.zeros(V, 3, dtype=torch.float64, device=device.NAME).index_add(0, ids, values)
         for made in (_by_sorting, _segment_sum):
             torch.testing.assert_close(made(values, ids, V), want)
+
+
+def test_each_axis_is_checked_by_itself():
+    """Also where the same tensors were right along the other one."""
+    W, A, B, m = table(dtype=torch.float32)
+    ids = numbers()
+    dora_embedding(ids, W, A, B, m, s=S)
+    with pytest.raises(FdoraError, match=r"`m` must be \(V,\)"):
+        dora_embedding(ids, W, A, B, m, s=S, norm_axis=1)

@@ -142,6 +142,10 @@ def test_lengths_and_scalings_are_tensors_that_may_change():
         (dict(dropout_p=0.5, seed=[1, 2]), "`seed` must be one, or 3, one for each adapter, got 2."),
         (dict(dropout_p=0.5, seed=torch.tensor([1, 2])), "`seed` must be one, or 3, one for each adapter, got 2."),
         (dict(dropout_p=0.5, seed=-1), "`seed` must be in [0, 2**63), got -1."),
+        (
+            dict(dropout_p=0.5, seed=torch.ones(3, dtype=torch.int64, device="meta")),
+            "`seed` must be on cpu (the device of `x`), got meta.",
+        ),
         (dict(dropout_p=1.0), "`dropout_p` must be in [0, 1), got 1.0."),
         (dict(dropout_p=[0.1, 0.2, 1.5]), "`dropout_p` must be in [0, 1), got 1.5."),
         (dict(dropout_p=[0.1, 0.2]), "`dropout_p` must be one, or 3, one for each adapter, got 2."),

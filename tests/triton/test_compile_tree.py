@@ -95,7 +95,8 @@ def test_kept_of_a_call(target, weight, a, b, r, whole, tmp_path):
     rows, partials = rows_of([W] * 3, [A] * 3, [B] * 3, [1.0] * 3, [0, 256, 512], gpu.capability)
     for fresh in (True, False)[: 1 + (r == 384)]:
         (step,) = tree_kept.plan_kept(gpu, launches_of(rows), [N] * 3, 32, partials, 768, fresh, Cost()).steps
-        assert_fits(build(step, target), target, tmp_path)
+        # beside a float32 W, what scales A is looked for in place; Triton 3.6 spills nothing there
+        assert_fits(build(step, target), target, tmp_path, spill=48 if (weight, target) == (FP32, 90) else 0)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
