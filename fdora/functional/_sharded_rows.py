@@ -128,7 +128,7 @@ def plan_of(fn: str, leaves: Leaves, backend: Backend) -> RowsPlan | None:
     if not all([isinstance(t, DTensor) for t in tensors]) or (torch.is_grad_enabled() and any([w.requires_grad for w in W])):
         return None
     pieces: Any = list(map(piece_of, tensors))
-    key: list = [backend, forced(), list(map(Tensor.data_ptr, pieces)), scales, list(map(type, scales))]
+    key: list = [backend, forced(), list(map(Tensor.data_ptr, pieces)), list(map(type, scales)), scales]
     key += [[t.stride() for t in pieces], [t.shape for t in tensors], [t.dtype for t in pieces]]
     key += [[id(t.device_mesh) for t in tensors], [t.placements for t in tensors]]
     for each, plan in _plans:
