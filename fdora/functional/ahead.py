@@ -45,7 +45,8 @@ class Ahead(NamedTuple):
         return self.fn, *map(seen, optree.tree_leaves((self.args, self.kwargs)))  # type: ignore[arg-type]
 
     def x(self, tokens: int) -> Tensor:
-        return torch.zeros(tokens, self.columns, dtype=self.W.dtype, device=self.W.device, requires_grad=True)
+        """One sequence: its plans are those of the calls to come, which need not write them."""
+        return torch.zeros(1, tokens, self.columns, dtype=self.W.dtype, device=self.W.device, requires_grad=True)
 
     def run(self, tokens: int) -> None:
         """Forward and backward; no ``grad`` is touched."""

@@ -279,10 +279,12 @@ def warmup(model: nn.Module, tokens: int | Iterable[int]) -> Warmup:
             "fdora.warmup: `model` must have linear layers that fdora runs, got none. Call use_fdora(model) first."
         )
     done, begun = compile_ahead(calls, counts, progress), perf_counter()
-    if found := norms_of(model.modules()):
+    found = norms_of(model.modules()) if done.kernels else []
+    if found:
         _, W, A, B, scales = map(list, zip(*found, strict=True))
         dora_norm_tree(W, list(zip(A, B, strict=True)), s=scales, state=dora_norm_tree_state(W))
-    return done._replace(seconds=done.seconds + perf_counter() - begun)
+        done = done._replace(seconds=done.seconds + perf_counter() - begun)
+    return done
 
 
 @torch.no_grad()

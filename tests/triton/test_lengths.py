@@ -18,7 +18,7 @@ from fdora import _facts
 from fdora.functional import ahead, dora_linear
 from fdora.triton import linear, tree
 from fdora.triton.dropped import LEAST
-from fdora.triton.runtime import walk
+from fdora.triton.runtime import family, walk
 from fdora.triton.runtime.device import Device
 from fdora.triton.runtime.private import HAS_PDL
 from fdora.triton.runtime.rows import class_of
@@ -175,11 +175,13 @@ def test_a_warm_up_runs_each_form_of_layer_with_few_lengths(kernels_everywhere, 
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     known = {key for plan in chosen_anew.values() for key in walk.native.keys_of(plan)}
-    chosen_anew.clear()
+    dict.clear(chosen_anew)  # not what they are filled in from
+    written = {key for key in family._families if key[0].__name__ == "plan_forward"}
     for tokens in (80, 18):
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
     of_layers = [plan for plan in chosen_anew.values() if "norm" not in plan.name]
     assert of_layers and not {key for plan in of_layers for key in walk.native.keys_of(plan)} - known
+    assert {key for key in family._families if key[0].__name__ == "plan_forward"} == written and len(written) > 2
 
 
 def test_a_warm_up_says_what_it_wants():

@@ -120,8 +120,9 @@ def filled(value: Any, count: int) -> Any:
     if isinstance(value, Rows):
         return value.at(count)
     if isinstance(value, Array):
-        return replace(value, **{name: filled(getattr(value, name), count) for name in ("offset", "shape", "stride")})
+        (offset,) = at((value.offset,), count)
+        return replace(value, offset=offset, shape=at(value.shape, count), stride=at(value.stride, count))
     if isinstance(value, tuple):
-        parts = [filled(part, count) for part in value]
+        parts = [filled(part, count) if isinstance(part, (Rows, Array, tuple)) else part for part in value]
         return tuple(parts) if type(value) is tuple else type(value)(*parts)
     return value
