@@ -35,7 +35,7 @@ from fdora.triton.tree_table import CHUNK, FIELDS, Scales, Tensors, flops_of, la
 
 WORDS = 16  # as in fdora/eager/tree.py
 HASH, ROOTS = 2048, 256  # words and rows at a time
-TOPS = 32  # programs of a layer, which take its tiles of columns in turns
+TOPS = 16  # programs of a layer, which take its tiles of columns in turns; where nothing changed they end at once
 ALIGN = 32  # numbers: each c begins at 128 bytes, as in fdora/functional/_tree.py
 
 
