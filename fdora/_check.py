@@ -228,15 +228,18 @@ def key_of(fn: str, tensors: tuple[Any, ...], *scalars: float | None) -> tuple |
     """
     if torch.compiler.is_compiling() or functorch_active():
         return None
+    ints: tuple[int, ...] = ()
     for s in scalars:
-        if (type(s) is not float and type(s) is not int) or s - s != 0:
+        if type(s) is int:
+            ints += (s,)
+        elif type(s) is not float or s - s != 0:
             return None
     try:
         found = _facts.facts(tensors)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or without storage: the checks say it better
         found = None
     if found is not None:
-        return fn, found, *[number for number in scalars if type(number) is int]
+        return fn, found, ints
     coded = [t for t in tensors if isinstance(t, Weight)]  # what these store is in their place, with what is said of it
     plain = [None if isinstance(t, Weight) else t for t in tensors]
     key = key_of(fn, (*plain, *[t for w in coded for t in w.tensors]), *scalars) if coded else None
