@@ -42,4 +42,4 @@ def test_tiles_of_hopper(N, K, r, adapter, monkeypatch):
     block = {16: 16, 40: 64, 64: 64, 96: 128, 128: 128, 160: 32, 384: 32 if of.SPLIT else 64}[r]
     assert (K % 128 == 0, adapter == torch.float32, 8, block) == (of.EVEN, of.SPLIT, of.UNIT_W, config.BLOCK_R)
     for w, a, b, c in zip(W, A, B, F.dora_norm_tree(W, list(zip(A, B, strict=True)), s=0.7, backend="triton"), strict=True):
-        torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=2e-6, atol=0)
+        torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=2e-6 if of.SPLIT and r == 384 else 1e-6, atol=0)
