@@ -41,5 +41,6 @@ def test_tiles_of_hopper(N, K, r, adapter, monkeypatch):
     of, config = rows_of(W[:1], A[:1], B[:1], [0.7], [0], 90)[0][0].kernel
     block = {16: 16, 40: 64, 64: 64, 96: 128, 128: 128, 160: 32, 384: 32 if of.SPLIT else 64}[r]
     assert (K % 128 == 0, adapter == torch.float32, 8, block) == (of.EVEN, of.SPLIT, of.UNIT_W, config.BLOCK_R)
+    near = 2e-6 if of.SPLIT and r == 384 else 1e-6
     for w, a, b, c in zip(W, A, B, F.dora_norm_tree(W, list(zip(A, B, strict=True)), s=0.7, backend="triton"), strict=True):
-        torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=2e-6 if of.SPLIT and r == 384 else 1e-6, atol=0)
+        torch.testing.assert_close(c.double(), reference.norm(w, a, b, 0.7), rtol=near, atol=0)
