@@ -1,7 +1,8 @@
 """Decoder layers in the shape of Llama-3.1-8B on packed samples, random and frozen, whose products are whoever's.
 
-``project(name, x)`` is a linear layer: a module of PEFT's, or one call of ``dora_linear_multi``. All else is the same for all.
-No embedding and no head: what goes in is random, the loss of a sample is the mean of its squares.
+``project(name, x)`` is a linear layer: a module of PEFT's, or one call of ``dora_linear_multi``. All else is the same for all,
+but for ``f(gate) up``: fdora has a kernel for it, PEFT's model torch's two. No embedding and no head: what goes in
+is random, the loss of a sample is the mean of its squares.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
 from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
+from fdora.functional.act import gated_act
 from fdora.jobs.causal.banks import Layer, adapted, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
@@ -120,10 +122,14 @@ def attention(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
     return project("o_proj", torch.cat(out, 1).transpose(0, 1).flatten(1))
 
 
-def block(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def block(project: Project, x: Tensor, data: Data, sizes: Sizes, act: Any = silu_times) -> Tensor:
     x = x + attention(project, F.rms_norm(x, x.shape[-1:]), data, sizes)
     h = F.rms_norm(x, x.shape[-1:])
-    return x + project("down_proj", F.silu(project("gate_proj", h)) * project("up_proj", h))
+    return x + project("down_proj", act(project("gate_proj", h), project("up_proj", h)))
 
 
 def losses_of(x: Tensor, data: Data) -> Tensor:
@@ -170,7 +176,7 @@ def stage_of(model: Decoder, inside: range, layers: dict[str, Layer], first: boo
                 seed = None if data.seed is None else data.seed + names.index(name)
                 return call(layers[name], params[name], kept[name], data, x, seed)
 
-            x = block(project, x, data, model.sizes)
+            x = block(project, x, data, model.sizes, gated_act)
         return losses_of(x, data) if last else x
 
     return Stage(forward, names, partial(norms_of, {name: layers[name] for name in names}))

@@ -39,6 +39,8 @@ class Backend:
     layers_bound: Op
     """layers_fwd of plain tensors like these where nothing traces: x and the operands one behind the other, W dense, A and c
     given."""
+    act_fwd: Op
+    act_bwd: Op
     mlp_fwd: Op
     mlp_bwd: Op
     mlp_bound: Op
@@ -79,6 +81,7 @@ BOTH = {
     "norm": "norm_fwd sqnorm_fwd norm_guarded",
     "compose": "compose_fwd compose_bwd scale_slots",
     "linear": "layers_fwd layers_bwd layers_bound",
+    "act": "act_fwd act_bwd",
     "mlp": "mlp_fwd mlp_bwd mlp_bound",
     "multi": "multi_fwd multi_bwd bank_norm route",
     "experts": "spread combine gates_bwd gated_fwd gated_bwd",

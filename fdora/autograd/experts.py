@@ -71,26 +71,6 @@ def _weighted_bwd(d: Tensor, backend: str, needs: tuple[bool, bool], rows: Tenso
     return drows, ops.gates_bwd(d, rows, place, gates.dtype) if needs[1] else None
 
 
-class Gated(torch.autograd.Function):
-    """z (M, 2 F) -> (M, F). Saves z. For plain torch, whose backward is differentiable."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, act: str) -> Tensor:
-        return OPS["eager"].gated_fwd(z, act)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.act = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, da: Tensor) -> Any:
-        (z,) = ctx.saved_tensors
-        return OPS["eager"].gated_bwd(da, z, ctx.act), None
-
-
 class Call(NamedTuple):
     """What is no tensor in a call of an MLP."""
 
@@ -212,7 +192,3 @@ def combine(rows: Tensor, gates: Tensor | None, route: Route, backend: str) -> T
         back: Tensor = apply(Spread, rows, route.place.reshape(-1), route.order[:, None], False, backend)
         return back.reshape(*route.place.shape, rows.shape[1])
     return apply(Weighted, rows, gates, route.order, route.place, backend)
-
-
-def gated(z: Tensor, act: str) -> Tensor:
-    return apply(Gated, z, act)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fdora._check import check_whole, fail
 from fdora._dispatch import Backend
 from fdora._torch import no_graph
-from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, gated, spread
+from fdora.autograd.act import gated
+from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, spread
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels
 from fdora.functional.experts import (

@@ -10,9 +10,9 @@ from torch import Tensor
 from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import needs_dispatcher
 from fdora.quant import QuantSpec
+from fdora.triton.act import act_backward, act_forward
 from fdora.triton.copy import dense
 from fdora.triton.gemm import Epilogue
-from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
 from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
@@ -20,13 +20,10 @@ from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, maker, planned
 from fdora.triton.operands import facts, facts_of, fake_layers, fake_results, flat, forms_in, norms_of, read_layers, specified
 from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given
 from fdora.triton.small import Out
-
-BLOCK = 2048  # elements of the activation that a program has
 
 
 def mlp_fwd(
@@ -212,21 +209,6 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
 def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, fp8, seen, keep):
     layers = fake_layers(operands, 3, text, numbers)
     return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
-
-
-def _elementwise(plan: Builder, kernel: Any, count: int, given: dict[str, Any]) -> None:
-    plan.launch(kernel, (cdiv(count, BLOCK),), given | {"count": count, "BLOCK": BLOCK})
-
-
-def act_forward(plan: Builder, gate: Array, up: Array, a: Array, act: str) -> None:
-    """a = f(gate) up in one pass, two reads and one write; all contiguous, of one shape. Formulas: :mod:`fdora.eager.act`.
-    Roof: the bytes, at copy speed."""
-    _elementwise(plan, act_fwd_kernel, a.numel, {"gate": gate, "up": up, "a": a, "ACT": act})
-
-
-def act_backward(plan: Builder, da: Array, gate: Array, up: Array, dgate: Array, dup: Array, act: str) -> None:
-    """d gate, d up; ``dup`` may be ``da``. Three reads and two writes."""
-    _elementwise(plan, act_bwd_kernel, da.numel, {"da": da, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "ACT": act})
 
 
 mlp, _mlp = asking(

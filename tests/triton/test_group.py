@@ -10,7 +10,6 @@ from tests.close import rel_l2
 from tests.make import tensors
 from tests.memory import peak_bytes
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
-from tests.triton.written import results_of
 
 pytestmark = needs_kernels
 
@@ -34,18 +33,14 @@ def packed(t, biased):
 def test_the_activation(act, dtype):
     """One rounding of float64's result, forward and backward."""
     from fdora.eager import act as eager
-    from fdora.triton import mlp as kernels
-
-    def write(plan, *likes):
-        gate, up, da = map(plan.matrix, likes)
-        a, *made = (plan.result(name, gate.shape, dtype) for name in ("a", "dgate", "dup"))
-        kernels.act_forward(plan, gate, up, a, act)
-        kernels.act_backward(plan, da, gate, up, *made, act)
+    from fdora.functional.act import gated_act
 
     gate, up, da = (3 * torch.randn(37, 131, device=device.NAME).to(dtype) for _ in range(3))
     gate[0, :4] = torch.tensor([0.0, -300, 300, -1e-7])
     want = [eager.act_fwd(gate.double(), up.double(), act), *eager.act_bwd(da.double(), gate.double(), up.double(), act)]
-    for v, ref in zip(results_of(write, gate, up, da), want, strict=True):
+    gate.requires_grad_(), up.requires_grad_()
+    a = gated_act(gate, up, act, backend="triton")
+    for v, ref in zip([a.detach(), *torch.autograd.grad(a, [gate, up], da)], want, strict=True):
         torch.testing.assert_close(v.double(), ref, rtol=max(4e-6, torch.finfo(dtype).eps), atol=4e-6)
 
 

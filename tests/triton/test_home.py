@@ -27,6 +27,7 @@ from fdora.functional import (
     dora_norm_state,
     select_backend,
 )
+from fdora.functional.act import gated_act
 from fdora.quant import quantize
 from tests import device, reference
 from tests.close import rel_l2
@@ -354,6 +355,7 @@ def more_calls():
     yield dora_embedding(ids, W, B.T.requires_grad_(), A.T, m[:80], s=S, sparse=True, backend="triton")
     yield torch.ops.fdora.norm_backward(m, W, A, B, m, S, [True, True])  # a call reaches it with a bfloat16 W
     yield torch.ops.fdora.model_norms([W, W.T], [A, B.T], [B, A.T], [S, 2 * S])
+    yield gated_act(x.requires_grad_(), x, backend="triton")
     kept = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
     yield torch.ops.fdora.row_norms_kept([W] * 2, [A] * 2, [B] * 2, [S] * 2, *zip(kept, kept, strict=True))
 
@@ -387,6 +389,8 @@ OPS = (
     "experts_combine",
     "experts_gates",
     "experts_spread",
+    "gated_act",
+    "gated_act_backward",
     "linear",
     "linear_backward",
     "merge",

@@ -486,6 +486,7 @@ def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
 def calls_around_experts(M, N, dtype):
     """k = 2."""
     from fdora.triton import experts
+    from fdora.triton.act import plan_act, plan_act_backward
 
     order, place = alike(M, dtype=torch.int64), alike(M // 2, 2, dtype=torch.int64)
     x, rows = alike(M // 2, N, dtype=dtype), alike(M, N, dtype=dtype)
@@ -494,6 +495,9 @@ def calls_around_experts(M, N, dtype):
         yield experts.plan_combine, [rows, place, gates], ()
     yield experts.plan_gates, [x, rows, place], (dtype,)
     for act in ("silu", "gelu", "gelu_tanh", "gpt_oss"):
+        if act != "gpt_oss":
+            yield plan_act, [rows, rows], (act,)
+            yield plan_act_backward, [rows, rows, rows], (act,)
         yield experts.plan_gated, [alike(M, 2 * N, dtype=dtype)], (act,)
         yield experts.plan_gated_bwd, [rows, alike(M, 2 * N, dtype=dtype)], (act,)
 

@@ -358,6 +358,19 @@ def fuse_blocks(model: nn.Module) -> int:
     return found
 
 
+def gated_mlps(model: nn.Module) -> dict[nn.Module, tuple[Gated, Any]]:
+    """The modules that compute ``down(f(gate(x)) up(x))`` now, whatever their layers are, and f."""
+    found = {}
+    for module in model.modules():
+        how = None if "forward" in module.__dict__ else gated_of(plain_forward(module))
+        if how is None or how.packed or not how.serves(module):
+            continue
+        act = act_of(getattr(module, how.act, None))
+        if act is not None:
+            found[module] = how, act
+    return found
+
+
 def adapted(parts: dict[str, Any], names: tuple[str, ...]) -> bool:
     return all(isinstance(parts.get(name), Layer) for name in names)
 

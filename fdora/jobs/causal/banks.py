@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
+from fdora.functional.act import gated_act
 from fdora.jobs.causal.data import FN, Packed
 
 Mode = Literal["peft", "lora"]
@@ -179,7 +180,8 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
             raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
         return found
 
-    placed = {model.get_submodule(path): partial(run, path, n) for n, path in enumerate(layers)}
+    placed = activated(inner)
+    placed |= {model.get_submodule(path): partial(run, path, n) for n, path in enumerate(layers)}
     placed |= {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
     before = {module: module.__dict__.get("forward") for module in placed}
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -196,6 +198,20 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         model.requires_grad_(False)
         for p in learning:
             p.requires_grad_(True)
+
+
+def activated(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Forwards for its gated MLPs, whatever their layers are."""
+    from fdora.integrations._peft.blocks import gated_mlps
+
+    return {module: partial(gated_mlp, module, *how) for module, how in gated_mlps(model).items()}
+
+
+def gated_mlp(module: nn.Module, how: Any, act: Any, x: Tensor) -> Tensor:
+    """What the module computes, with its activation and the product behind it in one pass."""
+    gate, up, down = (getattr(module, name) for name in how.layers())
+    y: Tensor = down(gated_act(gate(x), up(x), act))
+    return y
 
 
 @torch.no_grad()
