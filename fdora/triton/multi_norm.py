@@ -1,30 +1,27 @@
-"""``c_a = ||W + s_a B_a A_a||`` of every adapter in one pass over W, nothing of size (N, K) written; compare norm.py.
+"""``c_a = ||W + s_a B_a A_a||`` of every adapter, nothing of size (N, K) written; compare norm.py.
 
-In general a program owns one tile of W, which it reads once. For each adapter it multiplies the slabs of B and A that belong
-there, adds the tile, squares, and writes one partial sum per row; they are added in a fixed order.
+In general the kernel of norm.py has another axis of programs, of experts, each with a W of its own, or of adapters of one. A
+kernel of their own, which kept a tile of W while the adapters passed, took 1.6 times as long for four of them (h200/norm_many).
 
-With small ranks of half precision that is bound by instructions: two sums for each element and adapter, 510 of a warp for 4
-adapters and a tile of 64 x 64. So there the square is multiplied out,
+With small ranks of half precision that is bound by instructions: two sums for each element and adapter. So there the square
+is multiplied out,
 
     c_n^2 = ||W_n||^2 + <b_n, 2 s A W_n> + <b_n, s^2 A A^T b_n>,
 
-A W^T being one product for adapters whose ranks lie side by side: 228. More adapters than fit read W again, out of the
-cache: they run beside the first. Each term is good to 1e-7 of itself; where they cancel to less than half of the first and
-last, c would not be, and the rows are summed as above, by the kernel that adds (strip_root_kernel).
-
-Experts, each with a W of its own, take the kernel of norm.py on another axis of programs: with a loop over adapters that ends
-after the first, 8 x 28672 x 4096 took 1.3 ms at r = 64 on an H200, three times what its 1.9 GB take.
+A W^T being one product for adapters whose ranks lie side by side, and each tile of W is read once for as many as fit. More
+read W again, out of the cache: they run beside the first. Each term is good to 1e-7 of itself; where they cancel to less than
+half of the first and last, c would not be, and the rows are summed as above, by the kernel that adds (strip_root_kernel).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdora.triton.kernels.multi_norm import (
-    multi_norm_kernel,
     strip_norm_kernel,
     strip_root_kernel,
 )
@@ -36,7 +33,7 @@ from fdora.triton.runtime.device import cdiv
 from fdora.triton.runtime.plan import Array
 from fdora.triton.split import Factors
 from fdora.triton.sums import column_sums
-from fdora.triton.tiles.configs import MAX_N, MIN_K, norm_config, power_of_two
+from fdora.triton.tiles.configs import MAX_N, MIN_K, power_of_two
 
 SMALL_R = 32
 ROOT_N, ROOT_K = 64, 64
@@ -80,33 +77,21 @@ def plan_bank_norm(
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
-    plan.path = f"one pass over {'all W' if own_W else 'W for all adapters'}, nothing of its size written"
     strip = strip_config(plan.device.capability)
     span = span_of(N, K, R, G, strip, plan.device.num_sms)
     # The products A A^T of all spans are beside the partials whatever the rows.
     room = max_bytes is None or 2 * gram_bytes(cdiv(K, span), G, R) <= max_bytes
     if half and half_weight and not own_W and R <= SMALL_R and room:
+        plan.path = "one pass over W for all adapters, nothing of its size written"
         return _by_strips(plan, W, A, B, s, table, c, strip, span, max_bytes)
-    if own_W:
-        rows = N if max_bytes is None else max(MAX_N, max_bytes // (4 * max(1, cdiv(K, MIN_K)) * G))
-        for i in range(0, N, max(1, rows)):
-            of = Factors(A, B.rows(i, i + rows, 1), None, None)
-            column_sums(plan, squares(plan, W.rows(i, i + rows, 1), of, s), c.columns(i, i + rows), sqrt=True)
-        return
-    config = norm_config(min(R, 64), half, plan.device.capability, False, half_weight)
-    block_n, block_k, block_r = config[:3]
-    tiles = cdiv(K, block_k)
-    rows = N if max_bytes is None else max(block_n, max_bytes // (4 * tiles * G) // block_n * block_n)
-    even = N % block_n == 0 and rows % block_n == 0 and K % block_k == 0 and R % block_r == 0
+    plan.path = f"one pass over {'all W' if own_W else 'W for each adapter'}, nothing of its size written"
+    if not own_W:  # one W for each: adapters are experts that share theirs
+        W = replace(W, shape=(G, N, K), stride=(0, *W.stride))
+    rows = N if max_bytes is None else max(1, max_bytes // (4 * max(1, cdiv(K, MIN_K)) * G * MAX_N)) * MAX_N
     for i in range(0, N, max(1, rows)):
-        w, b = W.rows(i, i + rows), B.rows(i, i + rows, 1)
-        own = b.shape[1]
-        partial = plan.temp((G, tiles, own))
-        given: dict[str, Any] = {"W": w, "A": A, "B": b, "s": s, "ranks": table, "partial": partial}
-        given |= {"N": own, "K": K, "R": R, "G": G, "slabs": cdiv(R, block_r), "EVEN": even}
-        # A tile of W stays in registers while the adapters pass: by 8 warps, whose 160 leave room for one program.
-        plan.launch(multi_norm_kernel, (cdiv(own, block_n) * tiles,), given, config._replace(num_warps=8))
-        column_sums(plan, partial, c.columns(i, i + own), sqrt=True)
+        of = Factors(A, B.rows(i, i + rows, 1), None, None)
+        partial = squares(plan, W.rows(i, i + rows, 1), of, s, ranks=table)
+        column_sums(plan, partial, c.columns(i, i + rows), sqrt=True)
 
 
 def span_of(N: int, K: int, R: int, G: int, strip: StripConfig, num_sms: int) -> int:

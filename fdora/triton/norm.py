@@ -127,9 +127,11 @@ def norm(
         plan.path += SPLIT
 
 
-def squares(plan: Builder, W: Array, of: Factors, s: Scalar | Array, guard: Guard = UNGUARDED) -> Array:
+def squares(
+    plan: Builder, W: Array, of: Factors, s: Scalar | Array, guard: Guard = UNGUARDED, ranks: Array | None = None
+) -> Array:
     """(tiles or strips along K, N): sums of squares of the rows of W + s B A. Of experts, each array with an axis more, as many
-    of these."""
+    of these; their ``ranks``, where they are below that of A and B."""
     owners, next_one = W.shape[:-2], ALONE
     if owners:
         next_one = named(NEXT, (t.stride[0] for t in (W, of.A, of.B)))
@@ -144,7 +146,9 @@ def squares(plan: Builder, W: Array, of: Factors, s: Scalar | Array, guard: Guar
     programs, guarded = cdiv(N, config.BLOCK_N) * tiles, guard is not UNGUARDED
     if guarded or config.TMA:
         programs = min(programs, config.PROGRAMS * plan.device.num_sms)
-    given = tiled(config, W, A, B) | {"partial": partial, "s": s, "span": config.SPAN or None}
+    given = tiled(config, W, A, B) | {"partial": partial, "s": s, "span": config.SPAN or None, "ranks": ranks}
+    if ranks is not None:
+        given["EVEN"] = min(given["EVEN"], 1)
     # Each of the three kernels of a guarded call is resident before the one ahead of it ends: 2 us less where nothing changed.
     plan.launch(norm_kernel, (programs, *owners), given, of, guard, config, next_one, pdl=guarded and plan.pdl)
     return partial

@@ -19,7 +19,6 @@ GPUS = (80, 90, 100)
 SPILL = {
     "multi_scale_kernel": 8,
     "multi_epilogue_kernel": 32,
-    "multi_norm_kernel": 64,
     "multi_h_kernel": 16,
     "multi_gemm_tma_kernel": 8,
     "gemm_tma_kernel": 56,  # g out of a table beside a value before g, on sm_100

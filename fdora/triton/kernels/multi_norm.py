@@ -1,4 +1,4 @@
-"""The row norms of W + s_a B_a A_a of every adapter, each tile of W read once; see fdora/triton/multi_norm.py."""
+"""The row norms of W + s_a B_a A_a of every adapter, their squares multiplied out; see fdora/triton/multi_norm.py."""
 
 from __future__ import annotations
 
@@ -6,42 +6,9 @@ import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import rank_of
-from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, loaded, tile_at, vector, within, zeros
+from fdora.triton.kernels.tile import Matrix, block_on, both, loaded, vector, within, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
-
-
-@kernel("W A B partial", "N K R G A")
-def multi_norm_kernel(
-    W, A, B,  # (N, K), (G, R, K), (G, N, R)
-    s, ranks,  # (G,)
-    partial,  # (G, tiles along K, N)
-    N, K, R, G, slabs, stride_wn, stride_wk, stride_aa, stride_ar, stride_ak, stride_ba, stride_bn, stride_br,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """Sums of squares of a tile's rows. One loop over the slabs of all adapters: the copies of the next
-    adapter's start under the squares of this one."""
-    tile_n, tile_k = tile_at(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
-    n, k, r = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
-    at_b, at_a = addresses(Matrix(B, stride_bn, stride_br), n, r), addresses(Matrix(A, stride_ar, stride_ak), r, k)
-    w = loaded(Matrix(W, stride_wn, stride_wk), n, k, N, K, EVEN)
-    acc = zeros(BLOCK_N, BLOCK_K)
-    for i in range(0, G * slabs):
-        g, r0 = tl.cast(i // slabs, tl.int64), i % slabs * BLOCK_R
-        here_b, here_a = at_b + (g * stride_ba + r0 * stride_br), at_a + (g * stride_aa + r0 * stride_ar)
-        if EVEN and ranks is None:
-            b, a = tl.load(here_b), tl.load(here_a)
-        else:
-            rank = tl.load(ranks + g) if ranks is not None else R
-            b = tl.load(here_b, mask=within(n, r, N, rank - r0), other=0.0)
-            a = tl.load(here_a, mask=(k < K)[None, :] & (r < rank - r0)[:, None], other=0.0)
-        acc = tl.dot(b, a, acc, input_precision=PRECISION)
-        if i % slabs == slabs - 1:
-            v = w.to(tl.float32) + tl.load(s + g) * acc
-            at = partial + (g * tl.cdiv(K, BLOCK_K) + tile_k) * N + n
-            tl.store(at, tl.sum(v * v, axis=1), mask=n < N)
-            acc = zeros(BLOCK_N, BLOCK_K)
 
 
 @triton.jit

@@ -175,13 +175,14 @@ def dense_tile(W, w, low, b, s, to, rows, first_k, N, K, HOW: tl.constexpr, T: t
 
 @kernel("W A B partial", rest=norms)
 def norm_kernel(
-    W, A, B,  # (N, K), (R, K), (N, R), or their descriptors; or those of experts
+    W, A, B,  # (N, K), (R, K), (N, R), or their descriptors; or those of experts, or of adapters of one W
     scale_n, scale_k,  # (N,), (K,)
     partial,  # (tiles or strips along K, N), or as many of these
     old_hash, new_hash,  # (WORDS,)
+    ranks,  # of the adapters of experts, or None: R
     s, N, K, R, span,  # columns of a strip, or None: single tiles
     stride_wn, stride_wk, stride_ar, stride_ak, stride_bn, stride_br,
-    next_w, next_a, next_b,  # from one expert to the next, each with its s; None: there is one
+    next_w, next_a, next_b,  # from one expert or adapter to the next, each with its s; None: there is one
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):
@@ -191,6 +192,8 @@ def norm_kernel(
         e = tl.program_id(1).to(tl.int64)
         W, A, B, s = W + e * next_w, A + e * next_a, B + e * next_b, tl.load(s + e)
         partial += e * tl.cdiv(K, columns) * N
+        if ranks is not None:
+            R = tl.load(ranks + e)
     low = LowRank(Matrix(A, stride_ar, stride_ak), Matrix(B, stride_bn, stride_br), R, scale_k, scale_n)
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, BLOCK_R, GROUP if SINGLE else 0, EVEN, PRECISION, TMA)
     of = (Matrix(W, stride_wn, stride_wk), low, s, Sums(partial, None, None), 0, N, K, columns)
