@@ -1,6 +1,5 @@
 """The benchmark commands in small, on the CPU: the loop that they share, what each writes, and that a wrong result is seen."""
 
-import argparse
 import importlib
 import json
 import os
@@ -15,7 +14,6 @@ pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs i
 from bench import __main__ as entry
 from bench import records, ways
 from bench import suite as suites
-from bench.clock import Failures
 from fdora.functional import dora_linear
 
 ROOT = Path(__file__).parent.parent
@@ -103,20 +101,6 @@ def test_the_loop_writes_after_every_case_and_says_what_it_left_out(tmp_path, ca
     assert records.load(path, "h200/late")["skipped"] == [[1, 2], [3, 4]] and records.load(path) == result
     with pytest.raises(SystemExit, match="fdora failed:\npeft_dora: no luck"):
         FAKE(["--mine", "peft_dora"])
-
-
-def test_arguments_that_are_lists():
-    assert suites.numbers("1,2") == [1, 2] and suites.shapes("3x4,5x6") == [(3, 4), (5, 6)]
-    assert suites.words("abc", "letters")("c,a") == ["c", "a"]
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown letters: d; there are a, b, c"):
-        suites.words("abc", "letters")("a,d")
-
-
-def test_failures_keep_the_reason(capsys):
-    failures = Failures()
-    results = failures.attempt(("a", "b"), lambda name: {"a": 1}[name])
-    assert results == {"a": 1} and failures == {"b": "KeyError: 'b'"}
-    assert capsys.readouterr().out == "b failed: KeyError: 'b'\n"
 
 
 # the records

@@ -101,10 +101,3 @@ def test_the_simulator_accounts_for_what_was_measured():
     for name in ("measured", "simulated_from_times", "simulated_seconds", "simulated_from_tokens"):
         assert found[name] == pytest.approx(kept[name], abs=1e-5), name
     assert found["measured"] - 0.01 < found["simulated_with_messages"] < found["measured"]
-
-
-def test_a_message_is_what_a_device_waits_for_with_nothing_else_to_do():
-    forward = [
-        Task(d, Action(d, n, False), start, start + 2.0) for d, n, start in ((0, 0, 0), (0, 1, 2), (1, 0, 2.5), (1, 1, 4.6))
-    ]
-    assert jobs.message_of(forward) == 0.5  # the second had come before the first was done
