@@ -188,8 +188,6 @@ def test_one_norm_for_each_change(monkeypatch):
     model(x).square().mean().backward()
     optimizer.step()
     assert norms() == 1 and norms() == 0
-    model.lora_b.weight.data[0, 0] += 1
-    assert norms() == 1
     model.scaling = 0.5
     assert norms() == 1
     model.load_state_dict({"weight": torch.randn(N, K)}, strict=False)  # adapters as before, another base
@@ -206,9 +204,6 @@ def test_one_norm_for_each_change(monkeypatch):
     model.weight.data *= torch.rand(N, 1).double()
     use_fdora(model)
     assert norms() == 1
-    with torch.inference_mode():
-        assert norms() == 1
-    model(x.double()).sum().backward()
 
 
 class Doubled(nn.Module):
