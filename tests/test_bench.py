@@ -226,13 +226,11 @@ def test_suite_and_its_gate(tmp_path):
         facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
         assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
         assert each["stats"]["rounds"] == 2 and each["stats"]["median"] > 0
-    for factor, red in ((1e-9, True), (1e18, False)):  # as if it had been faster, as if it had been slower, past any noise
-        for each in saved["benchmarks"]:
-            each["stats"]["median"] *= factor
-        path.write_text(json.dumps(saved))
-        gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
-        assert (gate.returncode != 0) == red, gate.stdout
-        assert not red or "Performance has regressed" in gate.stdout + gate.stderr
+    for each in saved["benchmarks"]:
+        each["stats"]["median"] *= 1e-9  # as if it had been faster, past any noise
+    path.write_text(json.dumps(saved))
+    gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
+    assert gate.returncode and "Performance has regressed" in gate.stdout + gate.stderr
 
 
 def test_suite_sees_a_wrong_result(tmp_path):

@@ -20,10 +20,7 @@ def test_one_process(dropout, tmp_path):
     assert ways == {"mixed": [*jobs.WAYS, *jobs.ABLATION], "alike": list(jobs.WAYS)}
     seconds = {(row["kind"], row["way"]): row["seconds"] for row in result["rows"]}
     for row in result["rows"]:
-        assert row["samples_per_s"] * row["seconds"] == pytest.approx(4 * 2 * 4)
         assert row["lora"] == pytest.approx(row["seconds"] / seconds[row["kind"], "peft_lora"])
-        assert row["padded"] == pytest.approx(row["seconds"] / seconds[row["kind"], "padded_lora"])
-    assert result["rows"][0]["tokens_per_s"] * result["rows"][0]["seconds"] == pytest.approx(result["tokens"])
     assert set(result["agreement"]) == {"fdora_alone", "fdora_together", "separate"}
     assert all(0 < found[part] < 1e-5 for found in result["agreement"].values() for part in ("losses", "gradients"))
     assert result["microbatches"]["together"] <= result["microbatches"]["alone"]

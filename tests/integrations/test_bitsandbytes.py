@@ -30,7 +30,7 @@ HALF = torch.bfloat16
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["0", "2"]}
 
 
-def four_bits(compute=torch.float32, sizes=((K, N), (N, K)), base=torch.float32, quant_type="nf4", dropout=0.0, **options):
+def four_bits(compute=torch.float32, sizes=((K, N), (N, K)), base=torch.float32, quant_type="nf4", **options):
     """Two layers; PEFT knows a model of 4 bits by an attribute."""
     torch.manual_seed(0)
     options = {"compute_dtype": compute, "quant_type": quant_type} | options
@@ -39,15 +39,15 @@ def four_bits(compute=torch.float32, sizes=((K, N), (N, K)), base=torch.float32,
         each.weight.data = each.weight.data.to(base)
     model = nn.Sequential(made[0], nn.GELU(), made[1]).to(device.NAME)
     model.is_loaded_in_4bit = True
-    return perturb(get_peft_model(model, LoraConfig(**CONFIG, use_dora=True, lora_dropout=dropout)))
+    return perturb(get_peft_model(model, LoraConfig(**CONFIG, use_dora=True)))
 
 
-def eight_bits(dropout=0.0):
+def eight_bits():
     torch.manual_seed(0)
     made = [bnb.nn.Linear8bitLt(*each, has_fp16_weights=False) for each in ((K, N), (N, K))]
     model = nn.Sequential(made[0], nn.GELU(), made[1]).to(device.NAME)
     model.is_loaded_in_8bit = True
-    return perturb(get_peft_model(model, LoraConfig(**CONFIG, use_dora=True, lora_dropout=dropout)))
+    return perturb(get_peft_model(model, LoraConfig(**CONFIG, use_dora=True)))
 
 
 def layers(model):
