@@ -605,19 +605,6 @@ def test_a_mark_that_is_missing_is_an_error():
         report.readme(README.replace("<!-- /tokens -->", ""))
 
 
-def test_what_is_between_marks_is_wrapped_where_it_stands():
-    """The words before and after it count; the next lines of an item are indented as it is."""
-    body = " ".join(f"word{i}" for i in range(40))
-    for before in ("- An item: <!-- a -->", "Text. <!-- a -->"):
-        after = "<!-- /a -->.) and more"
-        lines = (before + report.wrapped(body, before, after) + after.split()[0] + " /a -->.)").splitlines()
-        assert len(lines) > 2 and all(100 < len(line) <= report.WIDTH for line in lines[:-1])
-        assert all(re.match(r" *", line)[0] == ("  " if before[0] == "-" else "") for line in lines[1:])
-    last = " ".join(["x" * 50, "y" * 60])  # would fit without the mark behind it
-    assert report.wrapped(last, "<!-- a -->", "<!-- /a -->.") == "x" * 50 + "\n" + "y" * 60
-    assert report.wrapped("a\nb", "", "") == "\na\nb\n" and report.wrapped("![a](b)", "", "") == "\n![a](b)\n"
-
-
 def test_figures_are_drawn(tmp_path):
     from bench import figures
 
