@@ -96,6 +96,18 @@ def stop():
     signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_is_seen_between_steps(stop):
+    done = []
+    with pytest.raises(KeyboardInterrupt), stop.on_ctrl_c():
+        for i in stop.steps(range(5)):
+            if i == 2:
+                signal.raise_signal(signal.SIGINT)  # raises nothing here, where it could be swallowed
+            done.append(i)
+    assert done == [0, 1, 2] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with stop.on_ctrl_c():
+        stop.check()  # the mark is gone
+
+
 def test_a_second_ctrl_c_stops_at_once(stop):
     with pytest.raises(KeyboardInterrupt), stop.on_ctrl_c():
         signal.raise_signal(signal.SIGINT)
