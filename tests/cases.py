@@ -24,6 +24,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -719,14 +720,6 @@ def composed(d: Draw, delta: bool) -> Callable[[Draw], Problem]:
     return one
 
 
-def compose(d: Draw) -> Callable[[Draw], Problem]:
-    return composed(d, False)
-
-
-def delta(d: Draw) -> Callable[[Draw], Problem]:
-    return composed(d, True)
-
-
 def init(d: Draw) -> Callable[[Draw], Problem]:
     (N, K), r, dtype, layout = d.sizes(2, zero=0.05), d.rank(), d.dtype(), d.layout()
     wide = torch.promote_types(dtype, torch.float32)
@@ -798,10 +791,6 @@ def merge(d: Draw, back: bool = False) -> Callable[[Draw], Problem]:
         return Problem(t, call, lambda t: formula(t, s, norm_of(t).clamp_min(1e-12)), size, dtype=dtype, slack=slack)
 
     return one
-
-
-def unmerge(d: Draw) -> Callable[[Draw], Problem]:
-    return merge(d, back=True)
 
 
 def gated(z: Tensor, act: str) -> Tensor:
@@ -942,14 +931,6 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     return one
 
 
-def multi(d: Draw) -> Callable[[Draw], Problem]:
-    return many(d, False)
-
-
-def experts(d: Draw) -> Callable[[Draw], Problem]:
-    return many(d, True)
-
-
 def experts_mlp(d: Draw) -> Callable[[Draw], Problem]:
     return many(d, True, d.of(*ACTS, "gpt_oss"))
 
@@ -1056,21 +1037,11 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
     return one
 
 
-FUNCTIONS = {f.__name__: f for f in (linear, group, mlp, norm, base_sqnorm, scale, compose, delta, init, merge, unmerge)}
-FUNCTIONS |= {f.__name__: f for f in (multi, experts, experts_mlp, embedding, conv)}
+FUNCTIONS = {f.__name__: f for f in (linear, group, mlp, norm, base_sqnorm, scale, init, merge, experts_mlp, embedding, conv)}
+FUNCTIONS |= {"compose": partial(composed, delta=False), "delta": partial(composed, delta=True)}
+FUNCTIONS |= {"unmerge": partial(merge, back=True), "multi": partial(many, own=False), "experts": partial(many, own=True)}
 # the public functions that these call
-CALLS = ("dora_linear", "dora_linear_group", "dora_mlp", "dora_norm", "dora_norm_state", "dora_base_sqnorm", "dora_scale")
-CALLS += (
-    "dora_compose",
-    "dora_delta",
-    "dora_init",
-    "dora_merge",
-    "dora_unmerge",
-    "dora_linear_multi",
-    "dora_experts",
-    "dora_experts_mlp",
-)
-CALLS += ("dora_embedding", "dora_conv1d", "dora_conv2d", "dora_conv3d")
+CALLS = [name for name in globals() if name.startswith("dora_")]
 ORDER = ("linear", "group", "mlp", "norm", "linear", "merge", "compose", "group", "mlp", "norm", "linear", "unmerge", "delta")
 ORDER += ("base_sqnorm", "linear", "scale", "init", "multi", "embedding", "experts", "conv", "multi", "experts_mlp")
 

@@ -1,6 +1,5 @@
 """The benchmark commands in small, on the CPU: the loop that they share, what each writes, and that a wrong result is seen."""
 
-import argparse
 import importlib
 import json
 import os
@@ -15,7 +14,6 @@ pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs i
 from bench import __main__ as entry
 from bench import records, ways
 from bench import suite as suites
-from bench.clock import Failures
 from fdora.functional import dora_linear
 
 ROOT = Path(__file__).parent.parent
@@ -103,20 +101,6 @@ def test_the_loop_writes_after_every_case_and_says_what_it_left_out(tmp_path, ca
     assert records.load(path, "h200/late")["skipped"] == [[1, 2], [3, 4]] and records.load(path) == result
     with pytest.raises(SystemExit, match="fdora failed:\npeft_dora: no luck"):
         FAKE(["--mine", "peft_dora"])
-
-
-def test_arguments_that_are_lists():
-    assert suites.numbers("1,2") == [1, 2] and suites.shapes("3x4,5x6") == [(3, 4), (5, 6)]
-    assert suites.words("abc", "letters")("c,a") == ["c", "a"]
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown letters: d; there are a, b, c"):
-        suites.words("abc", "letters")("a,d")
-
-
-def test_failures_keep_the_reason(capsys):
-    failures = Failures()
-    results = failures.attempt(("a", "b"), lambda name: {"a": 1}[name])
-    assert results == {"a": 1} and failures == {"b": "KeyError: 'b'"}
-    assert capsys.readouterr().out == "b failed: KeyError: 'b'\n"
 
 
 # the records
@@ -242,13 +226,11 @@ def test_suite_and_its_gate(tmp_path):
         facts = {"torch", "commit", "dtype", "backend", "mode", "bytes", "flops", "peak_mb", "wall_ms"}
         assert facts <= set(each["extra_info"]) and each["extra_info"]["commit"] == "abc"
         assert each["stats"]["rounds"] == 2 and each["stats"]["median"] > 0
-    for factor, red in ((1e-9, True), (1e18, False)):  # as if it had been faster, as if it had been slower, past any noise
-        for each in saved["benchmarks"]:
-            each["stats"]["median"] *= factor
-        path.write_text(json.dumps(saved))
-        gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
-        assert (gate.returncode != 0) == red, gate.stdout
-        assert not red or "Performance has regressed" in gate.stdout + gate.stderr
+    for each in saved["benchmarks"]:
+        each["stats"]["median"] *= 1e-9  # as if it had been faster, past any noise
+    path.write_text(json.dumps(saved))
+    gate = suite(tmp_path, "bench/bench_norm.py", "--benchmark-compare", "--benchmark-compare-fail=median:10%")
+    assert gate.returncode and "Performance has regressed" in gate.stdout + gate.stderr
 
 
 def test_suite_sees_a_wrong_result(tmp_path):

@@ -5,16 +5,15 @@ import json
 import pytest
 
 pytest.importorskip("peft", reason="both train PEFT's models; `make test` installs it")
-from bench import peaks, profile_gpu, records
+from bench import peaks, profile_gpu
 from fdora.jobs.plan import Profile, card, read_model
+from tests.test_bench import run
 
 
 def test_peaks(tmp_path):
-    path = tmp_path / "peaks.json"
     sizes = "--tiny --layers 1 --r 4 --cases fp32:2x16:4 --models qwen2.5-7b --ways fuse --runs 1"
-    peaks.main([*sizes.split(), "--json", str(path), "--commit", "abc"])
-    result = records.load(path)
-    assert result["about"]["commit"] == "abc" and result["failed"] == {} and result["skipped"] == []
+    result = run(peaks, tmp_path, sizes)
+    assert result["failed"] == {} and result["skipped"] == []
     assert [row["checkpointing"] for row in result["rows"]] == [False, True]
     for row in result["rows"]:
         assert row["bytes"]["peak"] > row["bytes"]["kept"] > 0 and row["ms"] > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
-from bench import checkouts, decoder, group, layer, serve, ways
+from bench import checkouts, decoder, layer, serve, ways
 from bench.rivals import COMPOSED, adapted
 from tests.test_bench import LAYER, SMALL, run
 
@@ -241,23 +241,6 @@ def test_serve_runs_kernels_of_vllm_from_a_folder(tmp_path, rivals):
     sys.modules["vllm.lora.ops.triton_ops.utils"].BY = 2
     with pytest.raises(SystemExit, match="idle is wrong: bits by"):
         run(serve, tmp_path, rivals + SMALL["serve"])
-
-
-def test_lorafusion_on_other_hopper_chips_and_ranks(rivals):
-    """Its table knows one H100 and r = 16: 227 KiB of shared memory hold fewer stages beside a larger rank's factors."""
-    config = checkouts.load("lorafusion.ops.triton_ops.config", checkouts.folders(rivals.split()[-1]))
-    for r, stages in {16: (4, 3), 64: (3, 3), 128: (2, 2), 512: (1, 1)}.items():
-        checkouts.fit_lorafusion(r)
-        fitted = config.HARDWARE_CONFIGS["h200"]
-        assert (fitted.fused_lora_xw_sb.num_stages, fitted.fused_lora_dyw_dsa.num_stages) == stages
-        assert fitted.fused_multi_lora_xw_sb == fitted.fused_multi_lora_dyw_dsa == fitted.fused_lora_xw_sb
-
-
-def test_rival_path_is_a_folder(tmp_path):
-    with pytest.raises(SystemExit):
-        layer.main.parse(["--rival-path", str(tmp_path / "none")])
-    options = group.main.parse(["--rival-path", f"{tmp_path},{tmp_path.parent}", "--rival-path", str(tmp_path)])
-    assert options.rival_path == [tmp_path, tmp_path.parent, tmp_path] and layer.main.parse([]).rival_path == []
 
 
 @pytest.mark.parametrize("way", COMPOSED)

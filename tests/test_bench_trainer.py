@@ -4,15 +4,14 @@ import pytest
 
 pytest.importorskip("peft", reason="the rivals need PEFT; `make test` installs it")
 pytest.importorskip("accelerate", reason="transformers' Trainer wants it; `make test` installs it")
-from bench import records, trainer
+from bench import trainer
+from tests.test_bench import run
 
 SMALL = "--tiny --layers 1 --r 4 --steps 3 --dropout 0 --ways peft_dora,peft_fdora_fused"
 
 
 def test_fdora_trains_as_pefts_dora(tmp_path):
-    path = tmp_path / "result.json"
-    trainer.main([*SMALL.split(), "--json", str(path)])
-    result = records.load(path)
+    result = run(trainer, tmp_path, SMALL)
     dora, fdora = result["rows"]
     assert result["failed"] == {} and result["paths"] == {"peft_fdora_fused": {"fused": fdora_calls(result)}}
     lengths = [each["input_ids"].numel() for each in trainer.samples(128, trainer.main.parse(SMALL.split()))]
@@ -23,9 +22,8 @@ def test_fdora_trains_as_pefts_dora(tmp_path):
 
 def test_the_recipe_of_pefts_comparison(tmp_path):
     """Two linears of a layer, once forward in every step; padded rows of like lengths, of which the padding is no label."""
-    path, options = tmp_path / "result.json", "--recipe metamath --tiny --layers 1 --r 4 --steps 24 --dropout 0"
-    trainer.main([*f"{options} --ways peft_dora,peft_fdora".split(), "--json", str(path)])
-    result = records.load(path)
+    options = "--recipe metamath --tiny --layers 1 --r 4 --steps 24 --dropout 0"
+    result = run(trainer, tmp_path, f"{options} --ways peft_dora,peft_fdora")
     assert result["failed"] == {} and result["paths"] == {"peft_fdora": {"fused": 2 * 24}} and result["recipe"] == "metamath"
     data = trainer.samples(128, trainer.main.parse(options.replace("--tiny", "").split()))
     assert all(len(each["input_ids"]) == 4 for each in data) and len(data) == 24

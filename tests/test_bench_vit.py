@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from bench import profile, records, vit
-from bench.kernels import Kernel, by_name, shares, short
-from bench.profile import Ran, Step, costed, grouped, markdown, product_cost
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.functional import dora_linear, explain
 from fdora.integrations._peft import blocks
+from tests.test_bench import run
 
 SMALL = "--tiny --layers 2 --batch 2 --runs 1 --dtype bf16 --no-compile --modes inference --ways plain,plain_folded,peft_fdora_fused"
-
-
-def run(tmp_path, options=SMALL):
-    path = tmp_path / "result.json"
-    vit.main([*options.split(), "--json", str(path), "--commit", "abc"])
-    return records.load(path)
 
 
 def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
@@ -32,7 +25,7 @@ def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
 
     monkeypatch.setattr(blocks.Tail, "take", wrong)
     with pytest.raises(SystemExit, match="peft_fdora_fused"):
-        run(tmp_path)
+        run(vit, tmp_path, SMALL)
 
 
 def test_the_architecture():
@@ -45,29 +38,6 @@ def test_the_architecture():
     small = vit.vit(TINY, 2, "cpu", torch.float64)
     images = torch.randn(2, 3, 28, 28, dtype=torch.float64)
     torch.testing.assert_close(fold_scale(small)(images), small(images))
-
-
-def test_kernels_of_a_layer():
-    kernels = [Kernel("void embed<1>(x)", 5.0)] * 3 + [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0)] * 6
-    layer = by_name(kernels, 6)
-    assert layer == [Kernel("nvjet_hsh_128x256", 10.0), Kernel("gemm_tma_kernel", 6.0), Kernel("void embed<1>(x)", 2.5)]
-    assert "| nvjet_hsh_128x256 | 10.0 | 54.1 % |" in shares(layer)
-    assert short("triton_poi_fused_mul_silu_2") == "mul + silu" and short("void at::native::cat<int>(x)") == "cat"
-
-
-def test_a_kernel_has_the_cost_of_its_step():
-    steps = [Step("forward", "gemm", 8e9, 2e6), Step("forward", "cuBLAS", 1e9, 1e6), Step("backward", "gemm", 4e9, 1e6)]
-    ran = costed([Ran("gemm", 10.0), Ran("other", 5.0), Ran("gemm", 20.0), Ran("gemm", 1.0)], steps)
-    assert [(r.plan, r.flops) for r in ran] == [("forward", 8e9), ("", 0.0), ("backward", 4e9), ("", 0.0)]
-    rates = {"flops_per_ms": 1e12, "bytes_per_ms": 1e9}
-    rows = grouped(ran, rates)
-    assert [(row["plan"], row["kernel"], row["roof"]) for row in rows[:3]] == [
-        ("backward", "gemm", pytest.approx(0.2)),
-        ("forward", "gemm", pytest.approx(0.8)),
-        ("", "other", None),
-    ]
-    assert "costs are known of 83 % of the time" in markdown(rows)
-    assert product_cost([[1], [3, 4], [4, 5]], 2) == (120.0, 94.0) and product_cost([[3]], 2) == (0.0, 0.0)
 
 
 def test_the_page_keeps_its_word(capsys, monkeypatch):

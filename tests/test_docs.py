@@ -381,38 +381,6 @@ def test_the_picture_takes_the_newest_machine_that_has_every_bar(elsewhere):
     write("h200/model_gemma-3-12b", rows[1:])  # without LoRA's
     assert list(report.eight_steps()) == ["qwen3-8b", "llama-3.1-8b"]
     assert "| Llama-3.1-8B, 2 layers | 0.50 x | 2.00 | -3.0 GiB |" in report.readme_models()
-    ways = {"peft_lora": 2.0, "peft_dora": 3.0, "fdora_fused_lora_dropout": 1.75, "fdora_fused": 1.5}
-    recipe = {"model": "qwen3-8b", "dropout": 0.1, "micro_batches": 4}
-    trained = [{"way": way.replace("fdora_", "peft_fdora_", 1), "ms": ms, "peak_mb": 4 * ms} for way, ms in ways.items()]
-    records.save(f"{elsewhere}/model.jsonl:{report.HEADLINE}", recipe | {"rows": trained})
-    rows = [
-        {"model": name, "S": tokens, "mode": mode, "way": way.replace("fdora_", "use_fdora_", 1), "ms": ms}
-        | ({"ms": ms + tokens - 5} if way != "peft_lora" else {})
-        for name, mode, tokens in (
-            ("8b", "checkpointing", 5),
-            ("8b", "checkpointing", 6),
-            ("8b", "checkpointing", 7),
-            ("8b", "step", 8),
-            ("2048", "checkpointing", 9),
-        )
-        for way, ms in ways.items()
-    ]
-    records.save(f"{elsewhere}/steps.jsonl:{report.LONGER}", {"rows": rows})
-    said = report.readme_headline()
-    found = re.findall(
-        r"take[s ]+([\d., and]*\d)|and (\S+) of its peak|with (\d and \d) tokens|dropout=([\d.]+)|(\d) unpadded", said
-    )
-    assert ["".join(each) for each in found] == [
-        "0.75",
-        "0.75",
-        "1.50",
-        "0.1",
-        "4",
-        "6 and 7",
-        "1.25 and 1.75",
-        "0.88",
-        "1.38 and 1.88",
-    ]
     assert "; fdora 2.00 of LoRA's time and 4.00 of its memory; " in report.readme_picture()
     bars = re.findall(r'end">([^<]*)</text>\n<rect [^>]*width="([\d.]+)"', report.picture())
     times, memory = (dict(bars[k : k + len(bars) // 2]) for k in (0, len(bars) // 2))
@@ -572,45 +540,6 @@ def test_a_mark_at_the_start_of_a_line_stands_alone():
     assert max(map(len, re.sub(r"^\|.*", "", README, flags=re.M).splitlines())) <= 128
 
 
-def made_up(folder, machine, gpu="h100"):
-    """A model, a sweep of it and a slice of convergence, beside what else is committed; not a number of it is measured."""
-    where = {"layers": 1, "seq": 8, "r": 4, "adapter": "bf16", "compiled": False}
-    ways = {"peft_lora": (1.0, 9.0), "peft_dora": (4.0, 9.0), "peft_fdora": (2.5, 7.0)}
-
-    def rows(mode, grown=1, **sizes):
-        for way, (ms, mb) in ways.items():
-            yield (
-                where
-                | sizes
-                | {"mode": mode, "way": way, "ms": ms if "fdora" in way else grown * ms, "peak_mb": mb, "tokens_per_s": 8}
-            )
-
-    part = {"logits": {"relative": 0.0123, "cosine": 0.99999, "max_difference": 0.5, "max": 3.0}}
-    agreement = {"against_peft_dora": part, "fused_against_peft_dora": {"logits": part["logits"] | {"relative": 0.0456}}}
-    agreement |= {"compiled_against_eager": {"peft_fdora": {"logits": part["logits"] | {"relative": 0.0789}}}}
-    agreement |= {"one_layer_against_float32": {"peft_dora": part, "peft_fdora": part}}
-    model = {"about": {"gpu": gpu}, "model": "qwen3-8b", "rows": [*rows("step_8"), *rows("gradient", 3)]}
-    model |= {"agreement": {"bf16": agreement}, "norms": {"bf16": {"layers": 28, "asked": 224, "computed": 28}}}
-    model |= {"failed": {"peft_dora, r 768": "OutOfMemoryError: CUDA"}, "skipped": [{"seq": 8, "mode": "step"}, {}]}
-    fit = {"from": 8, "to": 768, "ms": 0.25, "peak_mb": 0.125}
-    fits = {"over": "S", "exponents": {"gradient, peft_fdora": fit | {"upper": fit | {"from": 128, "ms": 0.5}}}}
-    grown = [*rows("gradient", seq=16), *rows("inference", 2, seq=8)][:4]  # one way has both modes
-    sweep = {"about": {"gpu": gpu}, "model": "qwen3-8b", "agreement": {}, "rows": grown, "sweep": fits}
-    numbers = dict.fromkeys(("peft", "fdora", "float32"), 1.2345)
-    seeds = []
-    for seed, mean in ((7, 1e-3), (8, 2e-4)):
-        apart = {"fdora, peft": {"mean": mean, "worst": 3 * mean}, "peft, float32": {"mean": 4e-4, "worst": 1}}
-        apart |= {"fdora, float32": {"mean": 3e-4, "worst": 1}}
-        loss = {"peft": 6 * [mean], "fdora": 6 * [0.0], "float32": [*range(6)]}
-        each = {"seed": seed, "optimizer": "muon", "difference": apart, "held_out": numbers, "loss": loss}
-        seeds.append(each | {"held_out_before": numbers, "seconds": numbers})
-    settings = {"adapter": "fp32", "r": 16}
-    results = {"model_qwen3": model, "model_qwen3_sweep_S": sweep}
-    results |= {f"converge_s{row['seed']}": {"about": {}, "settings": settings, "rows": [row]} for row in seeds}
-    for name, result in results.items():
-        records.save(f"{folder}/{name.split('_')[0]}.jsonl:{machine}/{name}", result)
-
-
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """The committed results without models and convergence, where a test may put its own."""
@@ -619,78 +548,38 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-def test_models_and_convergence_enter_the_page(elsewhere):
-    """Committed results get their sections, and a model's losses are counted with the others."""
-    bare = report.document()
-    assert not re.search(r"## (Whole models|Fine-tuning)|benchmarks/(models|sweep_\w+|losses)\.png", bare)
-    made_up(elsewhere, "h100")
-    page = report.document()
-    assert "mode step_8 | 1.0 / 8 / 9 | 4.0 / 8 / 9 | 2.5 / 8 / 7 |" in page
-    assert "| gradient, peft_fdora | 8 to 768 | 0.25 | 0.12 | 128 to 768 | 0.50 | 0.12 |" in page
-    assert "| PEFT's DoRA, fuse=True | logits | 4.6e-02 |" in page
-    assert "| eager, compiled peft_fdora | logits | 7.9e-02 |" in page
-    assert "| float32, PEFT with use_fdora | logits | 1.2e-02 | 0.999990 | 5.00e-01 | 3.00e+00 |" in page
-    assert "bf16 adapters: 224 asked for, 28 computed, of 28 layers." in page
-    assert "Did not run: peft_dora, r 768 (OutOfMemoryError: CUDA)." in page
-    assert "Out of time: 2 cases, from seq 8, mode step on." in page
-    assert "| h100/model_qwen3 | model: PEFT with use_fdora | PEFT LoRA | 1 of 2 | 2.50 |" in page
-    assert "| h100/model_qwen3 | model: PEFT with use_fdora | PEFT DoRA" not in page and "model, peak memory" not in page
-    assert "| 7 | muon | 1.0e-03 / 3.0e-03 |" in page and "| 8 | muon | 2.0e-04 / 6.0e-04 |" in page
-    assert page.count("### h100\n") == 1 and "muon, 2 of 3 seeds" in page
-    assert "is 6.0e-04 from PEFT's in the mean (target 7.1e-04: met), 3.0e-03 at worst" in page
-    assert "fdora is 3.0e-04 away, PEFT 4.0e-04: the larger error is PEFT's." in page
-
-
-def test_figures_have_a_panel_per_machine(elsewhere, tmp_path):
-    from bench import figures
-
-    for path in elsewhere.glob("*.jsonl"):
-        runs = {name: lines for name, lines in records.read(path).items() if not name.startswith("h200/")}
-        h100 = {name.removeprefix("h100/"): lines for name, lines in runs.items() if name.startswith("h100/")}
-        records.write(path, runs | {f"h200/{n}": [lines[0] | {"run": f"h200/{n}"}, *lines[1:]] for n, lines in h100.items()})
-    for gpu in ("h100", "h200"):
-        made_up(elsewhere, gpu)
-    panels = {name: each.panels() for name, each in figures.FIGURES.items()}
-    counts = {"lengths": 1, "rank": 2, "roofline": 2, "sweep_r": 0, "sweep_S": 4, "sweep_width": 0, "losses": 4}
-    counts |= {"near": 2, "spread": 3, "timeline": 0, "stages": 2}  # of a CPU: dtypes, numbers of steps, of stages
-    assert {name: len(each) for name, each in panels.items()} == counts
-    assert panels["roofline"] == ["h100/norm_forms", "h200/norm_forms"]  # a CPU has no roof
-    (label, what, every, curves) = panels["losses"][1]
-    assert "muon" in label and (what, every, list(curves)) == (
-        "difference",
-        100,
-        ["fdora - peft", "peft - float32", "fdora - float32"],
-    )
-    assert curves["fdora - peft"] == pytest.approx([6e-4, 6e-4]) and curves["fdora - float32"] == [2, 5]
-    assert panels["losses"][0][3]["peft"] == pytest.approx(6 * [6e-4])  # the mean of the seeds
-    (tmp_path / "drawn").mkdir()
-    (tmp_path / "drawn/sweep_r.png").write_text("of an earlier run")
-    figures.draw(tmp_path / "drawn")
-    shown = re.findall(r"docs/benchmarks/(\w+)\.png\)", report.document())
-    assert (
-        sorted(shown) == sorted(path.stem for path in (tmp_path / "drawn").iterdir()) == sorted(n for n in counts if counts[n])
-    )
-
-
-def test_lines_are_the_measurements(elsewhere):
+def test_lines_are_the_measurements():
+    """A figure has a point for each row of a sweep, and no other."""
     from matplotlib import pyplot
 
     from bench import figures
 
-    made_up(elsewhere, "h100")
+    name = "h200/model_qwen3-8b_sweep_S"
     picture, axes = pyplot.subplots()
-    figures.sweep(axes, ("h100/model_qwen3_sweep_S", "ms"))
-    lines = {(line.get_linestyle(), line.get_color(), *map(tuple, line.get_data())) for line in axes.lines}
+    figures.sweep(axes, (name, "ms"))
+    lines = {(line.get_linestyle(), line.get_color()): line.get_xydata().tolist() for line in axes.lines}
     pyplot.close(picture)
-    lora, dora, ours = (figures.COLOURS[way] for way in ("peft_lora", "peft_dora", "peft_fdora"))
-    assert lines == {("-", lora, (16,), (1,)), ("-", dora, (16,), (4,)), ("-", ours, (16,), (2.5,)), ("--", lora, (8,), (2,))}
+    rows = records.result(name)["rows"]
+    for row in rows:
+        lines["--" if row["mode"] == "inference" else "-", figures.COLOURS[row["way"]]].remove([row["seq"], row["ms"]])
+    assert rows and not any(lines.values())
+
+
+def test_curves_are_means_over_the_seeds():
+    from bench import figures
+
+    seeds = [records.result(f"h200/converge_muon_s{seed}")["rows"][0]["loss"] for seed in range(3)]
+    panels = {(label.split(",")[0], what): curves for label, what, _, curves in figures.loss_panels() if "H200" in label}
+    assert panels["muon", "loss"]["peft"][1] == pytest.approx(sum(loss["peft"][1] for loss in seeds) / 3)
+    apart = [abs(a - b) for loss in seeds for a, b in zip(loss["fdora"][:5], loss["peft"][:5], strict=True)]
+    assert panels["muon", "difference"]["fdora - peft"][0] == pytest.approx(sum(apart) / 15)
 
 
 def test_one_seed_in_two_files_is_an_error(elsewhere):
-    made_up(elsewhere, "h100")
-    again = records.load(elsewhere / "converge.jsonl", "h100/converge_s7")
-    records.save(f"{elsewhere}/converge.jsonl:h100/converge_again", again)
-    with pytest.raises(SystemExit, match="h100/converge_s7 measures a seed that another file"):
+    there = elsewhere / "converge.jsonl"
+    shutil.copy(ROOT / "bench/results/converge.jsonl", there)
+    records.save(f"{there}:h200/converge_again", records.load(there, "h200/converge_s2"))
+    with pytest.raises(SystemExit, match="measures a seed that another file"):
         report.document()
 
 
@@ -714,19 +603,6 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
 def test_a_mark_that_is_missing_is_an_error():
     with pytest.raises(SystemExit, match="README marks"):
         report.readme(README.replace("<!-- /tokens -->", ""))
-
-
-def test_what_is_between_marks_is_wrapped_where_it_stands():
-    """The words before and after it count; the next lines of an item are indented as it is."""
-    body = " ".join(f"word{i}" for i in range(40))
-    for before in ("- An item: <!-- a -->", "Text. <!-- a -->"):
-        after = "<!-- /a -->.) and more"
-        lines = (before + report.wrapped(body, before, after) + after.split()[0] + " /a -->.)").splitlines()
-        assert len(lines) > 2 and all(100 < len(line) <= report.WIDTH for line in lines[:-1])
-        assert all(re.match(r" *", line)[0] == ("  " if before[0] == "-" else "") for line in lines[1:])
-    last = " ".join(["x" * 50, "y" * 60])  # would fit without the mark behind it
-    assert report.wrapped(last, "<!-- a -->", "<!-- /a -->.") == "x" * 50 + "\n" + "y" * 60
-    assert report.wrapped("a\nb", "", "") == "\na\nb\n" and report.wrapped("![a](b)", "", "") == "\n![a](b)\n"
 
 
 def test_figures_are_drawn(tmp_path):

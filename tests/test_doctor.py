@@ -237,19 +237,5 @@ def test_the_check_leaves_the_random_state_and_the_precision(monkeypatch):
     assert torch.equal(torch.randn(3), want)
 
 
-def test_help_and_mistakes(capsys, tmp_path):
-    assert main([]) == 0
-    assert "fdora doctor" in capsys.readouterr().out
-    for line, words in (
-        (["physician"], "invalid choice"),
-        (["explain"], "--model"),
-        (["explain", "--model", str(tmp_path / "none.json")], "fdora.explain: `model` must be"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(line)
-        err = capsys.readouterr().err
-        assert stopped.value.code == 2 and words in err and "Traceback" not in err
-
-
 def test_the_bug_report_asks_for_it():
     assert "fdora doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug_report.md").read_text()

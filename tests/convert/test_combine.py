@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from fdora import FdoraError
 from fdora.convert import Adapter, adapter_scale, combine, merge, to_lora
@@ -169,30 +168,3 @@ def test_what_is_asked_wrongly():
         merge(W[0], p)
     with pytest.raises(FdoraError, match=r"fdora.convert: `W` must be .*, got a Linear\. Pass a tensor of it, as W"):
         merge(torch.nn.Linear(20, 24), p)
-
-
-def test_where_peft_does_not_reproduce_one_adapter():
-    """add_weighted_adapter(["d"], [1.0]) starts a magnitude of its own; ours is the adapter."""
-    torch.manual_seed(0)
-    W, p = layer()
-    base = torch.nn.Sequential(torch.nn.Linear(20, 24, bias=False))
-    base[0].weight.data.copy_(W)
-    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=3, target_modules=["0"], use_dora=True), adapter_name="d")
-    inside = model.base_model.model[0]
-
-    def load(name, q):
-        inside.lora_A[name].weight.data.copy_(q.A)
-        inside.lora_B[name].weight.data.copy_(q.s * q.B)
-        inside.lora_magnitude_vector[name].weight.data.copy_(q.m)
-
-    load("d", p)
-    x = torch.randn(7, 20)
-    want = model(x)
-    torch.testing.assert_close(inside.get_delta_weight("d"), p.s * p.B @ p.A)  # no m in it: not the change, by far
-    assert missed(W, W + inside.get_delta_weight("d"), merged(W, p)) > 0.1
-    model.add_weighted_adapter(["d"], [1.0], "theirs")
-    model.set_adapter("theirs")
-    theirs = (model(x) - want).abs().max()
-    load("theirs", combine(W, [p], [1.0])[0])
-    ours = (model(x) - want).abs().max()
-    assert ours <= 1e-5 and theirs > 0.05, (ours, theirs)

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("diffusers", reason="its models; `make test` installs it")
 
 from fdora.integrations.peft import report, restore, use_fdora
-from tests.close import assert_within
 from tests.integrations.diffusion import MODELS, inputs, made, step
 
 
@@ -36,39 +35,6 @@ def test_the_model_stays_the_same(name):
     restore(model)
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(t, stock[key]) for key, t in step(model).items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["sdxl", "flux2"])
-def test_half_precision(name, dtype):
-    """Against float64, no worse than twice what PEFT loses."""
-    exact, model = made(name), made(name, dtype)
-    with torch.no_grad():
-        for a, b in zip(exact.parameters(), model.parameters(), strict=True):
-            a.copy_(b)
-    x = inputs(model)
-    wide = {key: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for key, t in x.items()}
-    if "added_cond_kwargs" in x:
-        wide["added_cond_kwargs"] = {key: t.double() for key, t in x["added_cond_kwargs"].items()}
-    truth, naive, got = parts(step(exact, wide)), parts(step(model, x)), parts(step(use_fdora(model), x))
-    for part, t in got.items():
-        assert_within(t, naive[part], truth[part], part)
-
-
-def parts(found):
-    """The output, and the gradients of all A, all B and all m, each as one."""
-    kinds = {"A": "lora_A", "B": "lora_B", "m": "magnitude"}
-    return {"y": found["y"]} | {
-        part: torch.cat([t.flatten() for name, t in found.items() if in_name in name]) for part, in_name in kinds.items()
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_with_checkpointing(name):
-    model = made(name)
-    stock = step(model)
-    use_fdora(model).enable_gradient_checkpointing()
-    close(step(model.train()), stock)
 
 
 def forward(model, **more):

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("diffusers", reason="its models; `make test` installs it")
 
 from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, StableDiffusionXLPipeline
-from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_kohya
+from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig, get_peft_model_state_dict
 
 from fdora import FdoraError
-from fdora.convert import Adapter, for_comfyui, from_diffusers, from_kohya, kohya_names, read, to_diffusers, to_kohya, write
+from fdora.convert import Adapter, for_comfyui, from_diffusers, kohya_names, read, to_diffusers, to_kohya, write
 from fdora.convert.__main__ import main
 from tests.convert.test_keys import same
 from tests.integrations.diffusion import MODELS, made
@@ -79,22 +79,6 @@ def test_a_pipeline_of_diffusers(name, tmp_path):
     assert list(read(tmp_path / "both", "diffusers", prefix="text_encoder")) == ["q"]
     with pytest.raises(FdoraError, match=r"got 'text_encoder\.q\.lora_A.weight'"):
         read(tmp_path / "both", "diffusers")
-
-
-def test_what_diffusers_makes_of_kohyas_files():
-    """Why files go through fdora: its loader drops dora_scale, and its converter writes m under a name that nobody reads."""
-    model = made("unet", torch.float32)
-    there, want, base = adapters_of(model), forward(model), bare("unet", model)
-    state = to_kohya(there, kohya_names(there))
-    pipeline("sdxl", base).load_lora_weights(state)
-    assert (forward(base) - want).norm() > 0.01 * want.norm()
-    same(adapters_of(base, "default_0"), {path: p._replace(m=None) for path, p in there.items()})
-    theirs = convert_state_dict_to_kohya({f"unet.{key}": t for key, t in get_peft_model_state_dict(model).items()})
-    assert not any(key.endswith("dora_scale") for key in theirs)
-    base.delete_adapters("default_0")
-    state, config = to_diffusers(from_kohya(state, kohya_names(there)))
-    base.load_lora_adapter(state, prefix="unet", metadata=config)
-    close(forward(base), want)
 
 
 def comfyui(W, state, name):

@@ -112,19 +112,13 @@ def command(monkeypatch, tmp_path):
     return run
 
 
-def close(got, want):
-    assert got.keys() == want.keys() and len(want) == 3 * tiny.LAYERS
-    for name, p in want.items():
-        torch.testing.assert_close(got[name], p, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-
-
 @pytest.mark.parametrize("start", ["fresh", "adapter"])
 def test_the_first_version(start, files, command, tmp_path):
     more = {"adapter_name_or_path": str(files / "adapter")} if start == "adapter" else {}
     want, none = command(their_main, v0(files, tmp_path / "stock", **more))
     got, calls = command(shim.main, v0(files, tmp_path / "fdora", **more))
     assert not none and calls == {"fused": STEPS * tiny.LAYERS}
-    close(got, want)
+    tiny.same_adapter(got, want)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
@@ -134,7 +128,7 @@ def test_the_second_version(dropout, files, command, tmp_path, monkeypatch):
     documented = yaml.safe_load(snippet("LLaMA-Factory", "yaml"))["peft_config"]
     got, calls = command(shim.main, v1(files, tmp_path / "fdora", **documented | {"r": 4}, lora_dropout=dropout))
     assert not none and calls == {"composed" if dropout else "fused": STEPS * tiny.LAYERS}
-    close(got, want)
+    tiny.same_adapter(got, want)
 
 
 @pytest.mark.parametrize("version", ["first", "second"])

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils.deprecation import deprecate_kwarg
 
 from fdora import FdoraError
-from fdora.integrations._peft import calls
 from fdora.integrations._peft import layer as layers
 from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations._peft.patterns import MLP, act_of, gated_of, shares_x
@@ -65,16 +64,6 @@ def test_an_mlp_keeps_half():
     parts = [*use_fdora(model, fuse=False).modules()]  # fuse=False takes it back
     assert not any(isinstance(m, Mlp) for m in parts)
     assert not any(v.shared for m in parts for v in getattr(m, "lora_variant", {}).values())
-
-
-def test_with_checkpointing():
-    model = made()
-    stock = step(model)
-    use_fdora(model, fuse=True)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    close(step(model), stock)
 
 
 def test_under_a_compiler():
@@ -127,35 +116,6 @@ def test_a_value_that_waits_belongs_to_one_x():
     replica = k._replicate_for_data_parallel()  # it shares the variant, and is none of the three
     replica._modules = dict(k._modules)
     torch.testing.assert_close(replica(x), want["k"][1])
-
-
-def test_dropout_draws_one_mask_for_each_layer_from_torchs_generator():
-    model = made(dropout=0.5).train()
-    use_fdora(model, fuse=True)
-    runs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        runs.append(step(model)[0])
-    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
-
-
-def test_dropout_that_kernels_draw_is_pefts(monkeypatch):
-    """With B = 0 and g away from 1 only PEFT's meaning is random. Layers with another p run alone."""
-    monkeypatch.setattr(calls, "draws", lambda *_: True)
-    model = made(dropout=0.5).train()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.zero_()
-    use_fdora(model, fuse=True)
-    block = model.base_model.model.model.layers[0]
-    x = torch.randn(5, 64)
-    for f in (block.mlp, block.self_attn.q_proj):
-        assert not torch.equal(f(x), f(x))
-    assert block.self_attn.q_proj.lora_variant["default"].shared.waiting is not None
-    block.self_attn.v_proj.lora_dropout["default"].p = 0.25
-    block.self_attn.q_proj(x)
-    assert block.self_attn.q_proj.lora_variant["default"].shared.waiting is None
 
 
 class Cross(nn.Module):

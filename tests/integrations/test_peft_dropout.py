@@ -135,12 +135,21 @@ def test_only_the_adapters_input_is_dropped(how, monkeypatch):
         assert not torch.allclose(use_fdora(model)(input_ids=IDS).logits, want, rtol=1e-3, atol=1e-3)
 
 
-def test_layers_of_two_meanings_share_no_call(kernels_draw):
+def other_meaning(variant, dropout):
+    variant.dropout_mode = "peft"
+
+
+def other_p(variant, dropout):
+    dropout.p = P / 2
+
+
+@pytest.mark.parametrize("change", [other_meaning, other_p])
+def test_layers_of_two_dropouts_share_no_call(change, kernels_draw):
     model = use_fdora(made(dropout=P).train(), fuse=True, dropout_mode="lora")
     attention, x = model.base_model.model.model.layers[0].self_attn, torch.randn(5, 64)
     attention.q_proj(x)
     assert attention.q_proj.lora_variant["default"].shared.waiting is not None
-    attention.v_proj.lora_variant["default"].dropout_mode = "peft"
+    change(attention.v_proj.lora_variant["default"], attention.v_proj.lora_dropout["default"])
     attention.q_proj(x)
     assert attention.q_proj.lora_variant["default"].shared.waiting is None
 

@@ -27,7 +27,7 @@ from fdora.quant import from_fp8, quantize
 from tests import device, reference
 from tests.close import assert_within, rel_l2
 from tests.integrations.models import perturb
-from tests.integrations.one_layer import S, trained, truth
+from tests.integrations.one_layer import S, step, trained, truth
 from tests.integrations.test_peft_vit import images, output
 from tests.integrations.test_peft_vit import made as vision
 from tests.memory import saved
@@ -96,12 +96,6 @@ def inputs(dtype=HALF):
 
 def ids():
     return torch.arange(24, device=device.NAME).view(2, 12)
-
-
-def step(model, x):
-    torch.manual_seed(1)
-    y = model(x)
-    return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [x, *trained(model)])]
 
 
 def by_hand(model, W, x, **options):

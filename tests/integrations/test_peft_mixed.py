@@ -115,11 +115,6 @@ def test_peft_still_refuses_what_is_not_served():
     scaled(inputs("linear"))
 
 
-def test_restored_models_refuse_again():
-    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
-        restore(many())(torch.randn(6, K, dtype=torch.float64), adapter_names=NAMES)
-
-
 def test_banks_of_a_model_and_back():
     """Bit for bit, in all dtypes; what they compute is what the model computes."""
     for dtype in (torch.float64, torch.float32):

@@ -380,19 +380,6 @@ def test_compile_in_one_graph(kind):
     assert dict(layer(model).lora_variant["default"].calls) == calls
 
 
-def test_hooks_of_the_base_layer_run():
-    model, x = use_fdora(build("linear")), inputs("linear")
-    want, seen = model(x), []
-    handle = layer(model).base_layer.register_forward_hook(lambda *_: seen.append(1))
-    assert_exact(model(x), want)
-    handle.remove()
-    assert len(seen) == 1
-    row = report(model)[0]
-    assert (row.fused, row.composed) == (1, 1)
-    assert "hooks" in row.why_not_fused
-    assert "hooks" in str(report(model))
-
-
 class Sharded(torch.Tensor):
     """A tensor subclass that fdora knows nothing of."""
 

@@ -8,11 +8,9 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from fdora import FdoraError
 from fdora.functional import dora_norm
 from fdora.integrations._peft import calls
 from fdora.integrations.peft import init_magnitude, report, use_fdora
-from fdora.quant import quantize
 from tests.close import assert_exact, assert_within
 from tests.integrations import models
 from tests.integrations.models import FUSED, KINDS, MORE, K, N, build, inputs, layer, path, run, same
@@ -267,13 +265,6 @@ def test_full_dora_is_one_node_of_every_call():
         assert behind == {"AccumulateGrad"}
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), trained) for y in (first, second))))
-
-
-def test_a_quantised_layer_refuses_full_dora():
-    dora = layer(use_fdora(build("linear"), detach=False))
-    variant, W = dora.lora_variant["default"], quantize(torch.randn(N, K), "int8")
-    with pytest.raises(FdoraError, match="`detach` must be True for a quantised W"):
-        variant.with_gradient(torch.ones(N), W, torch.randn(4, K), torch.randn(N, 4), 1.0)
 
 
 def test_a_transposed_weight_in_a_plain_linear():

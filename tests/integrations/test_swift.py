@@ -21,7 +21,6 @@ from fdora.integrations import swift as shim
 from fdora.integrations.peft import report, restore
 from tests.integrations import tiny
 from tests.integrations.models import perturb
-from tests.integrations.test_peft_model import snapshot
 from tests.snippets import snippet
 
 
@@ -132,9 +131,7 @@ def test_its_command_trains_the_same_adapter(start, dropout, files, made, tmp_pa
     more = ["--lora_dropout", dropout] + (["--adapters", files["adapter"]] if start == "adapter" else [])
     want = trained(files, tmp_path / "stock", "--tuner_type", "lora", "--use_dora", "true", *more)
     got = trained(files, tmp_path / "fdora", *documented(files), *more)
-    assert got.keys() == want.keys() and len(want) == 3 * tiny.LAYERS
-    for name, p in want.items():
-        torch.testing.assert_close(got[name], p, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    tiny.same_adapter(got, want)
     magnitudes = [n for n in want if "magnitude" in n]
     assert max((want[n] / want[n].mean() - 1).abs().max() for n in magnitudes) > 1e-2
     rows = report(made[0])
@@ -190,23 +187,6 @@ def test_what_swift_gathered_is_saved(files, tmp_path):
     own = load_file(f"{files['adapter']}/adapter_model.safetensors")
     assert saved.keys() == own.keys()
     assert all(torch.equal(t, own[n] + 1) for n, t in saved.items())
-
-
-def test_restore_leaves_no_trace(files):
-    model = PeftModel.from_pretrained(tiny.llama(), files["adapter"])
-    before = snapshot(model)
-    assert any("forward" in state for _, _, state in before.values()), (
-        "SWIFT binds no forward any more: set_aside is not needed"
-    )
-    ids = torch.arange(3, 35)[None]
-    want = model(ids).logits
-    assert shim.use_fdora(shim.use_fdora(model)) is model
-    torch.testing.assert_close(model(ids).logits, want)
-    assert all(row.fused == 1 for row in report(model)), str(report(model))
-    assert shim.restore(model) is model
-    shim.restore(model)
-    assert snapshot(model) == before
-    assert torch.equal(model(ids).logits, want)
 
 
 def test_registered_and_not(files):

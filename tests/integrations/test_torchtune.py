@@ -6,4 +6,4 @@ from tests.process import run_cases
 
 
 def test_torchtune():
-    run_cases(Path(__file__).with_name("torchtune_cases.py"), "torchtune", 27)
+    run_cases(Path(__file__).with_name("torchtune_cases.py"), "torchtune", 28)

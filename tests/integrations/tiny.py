@@ -41,6 +41,13 @@ def checkpoint(folder, **config):
     return str(folder)
 
 
+def same_adapter(got, want):
+    """What two trainings of all layers came to, by name."""
+    assert got.keys() == want.keys() and len(want) == 3 * LAYERS
+    for name, p in want.items():
+        torch.testing.assert_close(got[name], p, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def lines(count, length=96):
     """Pieces of the README."""
     return [TEXT[i * length : (i + 1) * length] for i in range(count)]

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import to_nf4
-from torchtune.models import convert_weights
-from torchtune.modules.peft import DoRALinear, disable_adapter, get_adapter_params, get_merged_lora_ckpt, set_trainable_params
+from torchtune.modules.peft import DoRALinear, disable_adapter, get_adapter_params, set_trainable_params
 
 import fdora.eager.norm
 import fdora.integrations.torchtune as shim
 from fdora import FdoraError
-from fdora.convert import adapter_scale, from_torchtune, llama_from_torchtune, merge, to_peft
 from fdora.eager.dropout import drop
 from fdora.integrations import _norm
 from fdora.integrations.torchtune import FdoraLinear, report, restore, use_fdora
@@ -71,16 +69,6 @@ def test_output_and_every_gradient(bias, dtype):
     assert use_fdora(model) is model
     agree(run(model, x), stock, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-9)
     assert report(model) == {"": {"fused": 1}}
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_half_precision_is_nearer_to_the_truth(bias):
-    model, x = layer(bias, torch.bfloat16), torch.randn(30, K).bfloat16()
-    truth = run(copy.deepcopy(model).double(), x.double())
-    stock, ours = run(model, x), run(use_fdora(model), x)
-    for name, t in truth.items():
-        missed = [((r[name].double() - t).norm() / t.norm()).item() for r in (ours, stock)]
-        assert ours[name].dtype == torch.bfloat16 and missed[0] <= missed[1] * 1.1 + 1e-3, (name, missed)
 
 
 def test_dropout_in_plain_torch_has_torchtunes_mask():
@@ -200,8 +188,6 @@ def test_one_norm_for_each_change(monkeypatch):
     model(x).square().mean().backward()
     optimizer.step()
     assert norms() == 1 and norms() == 0
-    model.lora_b.weight.data[0, 0] += 1
-    assert norms() == 1
     model.scaling = 0.5
     assert norms() == 1
     model.load_state_dict({"weight": torch.randn(N, K)}, strict=False)  # adapters as before, another base
@@ -218,9 +204,6 @@ def test_one_norm_for_each_change(monkeypatch):
     model.weight.data *= torch.rand(N, 1).double()
     use_fdora(model)
     assert norms() == 1
-    with torch.inference_mode():
-        assert norms() == 1
-    model(x.double()).sum().backward()
 
 
 class Doubled(nn.Module):
@@ -277,14 +260,6 @@ def test_hooks_on_the_parts_still_run():
     assert seen == [1] and report(model) == {"": {"fused": 1, "composed": 1}}
 
 
-def test_rows_of_zeros_where_torchtune_gives_nan():
-    """A known difference, kept: 0 / 0 is never NaN here."""
-    model, x = layer(True), torch.randn(3, K)
-    for t in (model.weight, model.lora_b.weight, model.magnitude):
-        t.data[3] = 0
-    assert model(x)[:, 3].isnan().all() and (use_fdora(model)(x)[:, 3] == 0).all()
-
-
 def test_compiled_without_a_graph_break():
     model, x = use_fdora(layer(True)), torch.randn(3, K, requires_grad=True)
     assert_compiles(lambda: model(x), [x, *(p for p in model.parameters() if p.requires_grad)], 1e-5)
@@ -335,35 +310,3 @@ def test_a_model_trains_as_before(family):
     calls = report(model)
     assert len(calls) == 14 and all(c == {"fused": 20} for c in calls.values())
     assert model.state_dict().keys() == decoder(family).state_dict().keys()
-
-
-def test_an_adapter_leaves_torchtune_whole():
-    """Paths and rows as Hugging Face has them. torchtune's own export agrees but for m of q and k, which it leaves behind."""
-    heads, kv, dim = 4, 2, 32
-    model = decoder("llama3")
-    state = {k: v.detach() for k, v in get_adapter_params(model).items()}
-    adapters = from_torchtune(state, {"r": 4, "lora_alpha": 8})
-    ours, _ = to_peft(llama_from_torchtune(adapters, heads=heads, kv_heads=kv))
-    theirs = convert_weights.tune_to_peft_adapter_weights(dict(state), num_heads=heads, num_kv_heads=kv, dim=dim)
-    assert ours.keys() == theirs.keys()
-    wrong = {k for k in ours if not torch.equal(ours[k], theirs[k])}
-    assert wrong == {
-        f"base_model.model.model.layers.{i}.self_attn.{n}_proj.lora_magnitude_vector" for i in (0, 1) for n in "qk"
-    }
-
-    frozen = {k: v for k, v in model.state_dict().items() if "lora_" not in k and "magnitude" not in k}
-    hf = convert_weights.tune_to_hf(frozen, num_heads=heads, num_kv_heads=kv, dim=dim)
-    merged = get_merged_lora_ckpt({k: v.clone() for k, v in model.state_dict().items()}, rank=4, alpha=8)
-    want = convert_weights.tune_to_hf(merged, num_heads=heads, num_kv_heads=kv, dim=dim)
-    for path, p in llama_from_torchtune(adapters, heads=heads, kv_heads=kv).items():
-        torch.testing.assert_close(merge(hf[f"{path}.weight"], p), want[f"{path}.weight"], rtol=1e-5, atol=1e-6)
-
-
-def test_the_bias_leaves_torchtune_multiplied_by_g():
-    model, x = layer(True), torch.randn(3, K)
-    p = from_torchtune(
-        {f"a.{k}": v for k, v in model.state_dict().items() if k not in ("weight", "bias")}, {"r": 4, "lora_alpha": 8}
-    )["a"]
-    W, g = model.weight.detach(), adapter_scale(model.weight.detach(), p)
-    torch.testing.assert_close(nn.functional.linear(x, merge(W, p), g * model.bias), model(x), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(nn.functional.linear(x, merge(W, p), model.bias), model(x), atol=1e-2)

@@ -48,15 +48,9 @@ def test_stored_bytes_of_a_kind_are_those_of_the_format(kind):
 
 
 def test_components_by_hand():
-    shapes = MODEL.linears
-    linears = sum(N * K for N, K in shapes.values())
+    """But for those that test_peaks.py and test_decoder.py compare with what was measured and with torch."""
     found = memory(MODEL, SETUP._replace(microbatches=4, adapter_bytes=2), 1024)
-    adapter = sum(16 * (N + K) + N for N, K in shapes.values())
-    assert found.linears == 2 * 6 * linears
-    assert found.embeddings == 2 * (2 * 4096 * 1024 + (2 * 6 + 1) * 1024)
-    assert (found.adapters, found.optimizer, found.gradients) == (2 * 6 * adapter, 4 * 6 * adapter, 2 * 6 * adapter)
-    assert found.norms == 4 * 6 * sum(N for N, _ in shapes.values())
-    assert found.peak == found.resident + found.gradients + found.activations + found.temporary
+    assert found.norms == 4 * 6 * sum(N for N, _ in MODEL.linears.values()) and found.gradients == found.adapters
     several = memory(MODEL, SETUP._replace(adapters=(Adapter("a", 16), Adapter("b", 4))), 1024)
     one = memory(MODEL, SETUP, 1024)
     assert several.adapters == 2 * one.adapters and several.activations == one.activations  # a bank is as wide as its widest

@@ -44,18 +44,6 @@ def test_blocks_that_cross_rows(N, K):
     assert equal(from_bnb(packed, state).dequantize(), F.dequantize_4bit(packed, state))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_layer(kind, nested):
-    layer = bnb.nn.Linear4bit(64, 33, quant_type=kind, compress_statistics=nested).to(device.NAME)
-    weight = layer.weight
-    q = from_bnb(weight)
-    want = F.dequantize_4bit(weight.data, weight.quant_state)
-    assert equal(q.dequantize(), want) and not q.requires_grad
-    assert all(type(t) is torch.Tensor for t in q.tensors)
-    assert equal(from_bnb(weight.data, weight.quant_state).dequantize(), want)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

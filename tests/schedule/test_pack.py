@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fdora.jobs.schedule import Sample, Spec, pack, schedule, whole
 from fdora.jobs.schedule.pack import first_fit, fullest, greedy, lower_bound, solve
-from tests.schedule.make import drawn, few, instances, judged
+from tests.schedule.make import drawn, few
 
 PACKING = sys.modules["fdora.jobs.schedule.pack"]  # the function has the name of the module
 
@@ -199,16 +199,6 @@ def test_processes(monkeypatch, cores):
     lengths = [[[s.length for s in hard()[0]]] * 3]
     found = schedule(lengths, Spec(40, 1, 1, 60.0, workers=8))
     assert {(p.method, p.microbatches) for p in found.packings} == {("exact", 4)} and pools == [2] * (cores == 2)
-
-
-@few
-@given(instances())
-def test_a_round_of_any_adapters(case):
-    lengths, spec = case
-    samples = [Sample(a, 0, i, n) for a, batches in enumerate(lengths) for i, n in enumerate(batches[0] if batches else ())]
-    found = pack(samples, spec)
-    assert judged(found.microbatches, [batches[:1] for batches in lengths], spec._replace(depth=1)) == 0
-    assert len(found.microbatches) >= found.bound
 
 
 def test_sums_fill_a_microbatch():

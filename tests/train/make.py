@@ -89,42 +89,45 @@ def losses_of(head, y, data):
     return cross_entropy(logits, data.labels, reduction="none")
 
 
-def first(base):
-    def forward(params, kept, x, data):
-        return torch.tanh(
-            dora_linear_multi(data.x, base.one, *params["one"], s=S, offsets=data.ends, norm=kept["one"], ranks=RANKS)
-        )
+def layer_of(base, name):
+    """The linear layer of that name, whose input is the data or what came before it."""
 
-    return Stage(forward, ("one",), keep_of(base))
+    def forward(params, kept, x, data):
+        x = data.x if x is None else x
+        return dora_linear_multi(x, getattr(base, name), *params[name], s=S, offsets=data.ends, norm=kept[name], ranks=RANKS)
+
+    return forward
+
+
+def tanh(params, kept, x, data):
+    return torch.tanh(x)
+
+
+def head(params, kept, x, data):
+    return losses_of(params["head"]["weight"], x, data)
+
+
+def after(one, two):
+    """``two`` of what ``one`` gives."""
+    return lambda params, kept, x, data: two(params, kept, one(params, kept, x, data), data)
+
+
+def first(base):
+    return Stage(after(layer_of(base, "one"), tanh), ("one",), keep_of(base))
 
 
 def second(base):
-    def forward(params, kept, x, data):
-        y = dora_linear_multi(x, base.two, *params["two"], s=S, offsets=data.ends, norm=kept["two"], ranks=RANKS)
-        return losses_of(params["head"]["weight"], y, data)
-
-    return Stage(forward, ("two", "head"), keep_of(base))
+    return Stage(after(layer_of(base, "two"), head), ("two", "head"), keep_of(base))
 
 
 def four(base):
     """The same in four stages."""
-    one, two = first(base), second(base)
-
-    def raw(params, kept, x, data):
-        return dora_linear_multi(data.x, base.one, *params["one"], s=S, offsets=data.ends, norm=kept["one"], ranks=RANKS)
-
-    def half(params, kept, x, data):
-        return dora_linear_multi(x, base.two, *params["two"], s=S, offsets=data.ends, norm=kept["two"], ranks=RANKS)
-
-    def last(params, kept, x, data):
-        return losses_of(params["head"]["weight"], x, data)
-
     keep = keep_of(base)
     return [
-        one._replace(forward=raw),
-        Stage(lambda params, kept, x, data: torch.tanh(x), ()),
-        Stage(half, ("two",), keep),
-        two._replace(forward=last, names=("head",), keep=None),
+        Stage(layer_of(base, "one"), ("one",), keep),
+        Stage(tanh, ()),
+        Stage(layer_of(base, "two"), ("two",), keep),
+        Stage(head, ("head",)),
     ]
 
 

@@ -163,11 +163,3 @@ def test_what_does_not_fit_takes_for_ever(fits, monkeypatch):
     layers, banks, course, *_ = prepared(model := model_of(), jobs_of(), 256)
     assert fit.timer_of(model, layers, banks, course, lambda: 0.0)([course.works[0].samples]) == math.inf
     assert fit.clock_of(torch.device("cpu")) is fit.clock_of(torch.device("meta")) is None
-
-
-def test_it_is_what_train_takes():
-    """64 + 64 of each of two adapters are together at most."""
-    ready = prepared(model_of(), jobs_of(), None)
-    assert ready.course.schedule.spec.capacity == 256 and "one batch of each adapter" in ready.why
-    found, wanted = (train(model_of(dtype=torch.float32), jobs_of(), **given) for given in ({}, {"capacity": 256}))
-    assert found == wanted and len(found.losses["law"]) == 2

@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import pad
 
 from fdora import FdoraError
-from fdora.functional import dora_linear_multi
 from fdora.jobs.loop import Model, Stage, connect, run_pipeline, select_state, works_of
 from fdora.jobs.loop.records import TREES
 from fdora.jobs.loop.step import square_sum
@@ -73,22 +72,17 @@ def test_stages_that_train_nothing():
     """The first and the last of three, clipping all the same."""
     base, links = make.frozen(), connect()
     works = works_of(schedule(make.LENGTHS, Spec(16, depth=3, seconds=0)))
-    layer = make.four(base)[0]._replace(forward=None)
-
-    def project(params, kept, x, data):
-        return dora_linear_multi(
-            x[:, : make.K], base.one, *params["one"], s=make.S, offsets=data.ends, norm=kept["one"], ranks=make.RANKS
-        )
+    layer = make.layer_of(base, "one")
 
     def losses_of(params, kept, x, data):
         return torch.zeros(len(data.labels)).index_add(0, data.owners, x.square().mean(1))
 
     stages = [
         Stage(lambda params, kept, x, data: pad(data.x, (0, make.H - make.K)), ()),
-        layer._replace(forward=project),
+        Stage(lambda params, kept, x, data: layer(params, kept, x[:, : make.K], data), ("one",), make.keep_of(base)),
         Stage(losses_of, ()),
     ]
-    model = Model(lambda p, kept, data: losses_of(p, kept, project(p, kept, data.x, data), data), make.keep_of(base))
+    model = Model(lambda p, kept, data: losses_of(p, kept, layer(p, kept, None, data), data), make.keep_of(base))
     begin = start(base)
     wanted, _ = together(works, begin._replace(**{t: {"one": getattr(begin, t)["one"]} for t in TREES}), model)
     ran = run_pipeline(
