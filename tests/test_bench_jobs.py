@@ -19,7 +19,10 @@ def test_one_process(dropout, tmp_path):
     assert ways == {"mixed": [*jobs.WAYS, *jobs.ABLATION], "alike": list(jobs.WAYS)}
     seconds = {(row["kind"], row["way"]): row["seconds"] for row in result["rows"]}
     for row in result["rows"]:
+        assert row["samples_per_s"] * row["seconds"] == pytest.approx(4 * 2 * 4)
         assert row["lora"] == pytest.approx(row["seconds"] / seconds[row["kind"], "peft_lora"])
+        assert row["padded"] == pytest.approx(row["seconds"] / seconds[row["kind"], "padded_lora"])
+    assert result["rows"][0]["tokens_per_s"] * result["rows"][0]["seconds"] == pytest.approx(result["tokens"])
     assert set(result["agreement"]) == {"fdora_alone", "fdora_together", "separate"}
     assert all(0 < found[part] < 1e-5 for found in result["agreement"].values() for part in ("losses", "gradients"))
     assert result["microbatches"]["together"] <= result["microbatches"]["alone"]
@@ -95,3 +98,10 @@ def test_the_simulator_accounts_for_what_was_measured():
     for name in ("measured", "simulated_from_times", "simulated_seconds", "simulated_from_tokens"):
         assert found[name] == pytest.approx(kept[name], abs=1e-5), name
     assert found["measured"] - 0.01 < found["simulated_with_messages"] < found["measured"]
+
+
+def test_a_message_is_what_a_device_waits_for_with_nothing_else_to_do():
+    forward = [
+        Task(d, Action(d, n, False), start, start + 2.0) for d, n, start in ((0, 0, 0), (0, 1, 2), (1, 0, 2.5), (1, 1, 4.6))
+    ]
+    assert jobs.message_of(forward) == 0.5  # the second had come before the first was done

@@ -14,6 +14,7 @@ from torchtune.modules.peft import DoRALinear, disable_adapter, get_adapter_para
 import fdora.eager.norm
 import fdora.integrations.torchtune as shim
 from fdora import FdoraError
+from fdora.convert import adapter_scale, from_torchtune, merge
 from fdora.eager.dropout import drop
 from fdora.integrations import _norm
 from fdora.integrations.torchtune import FdoraLinear, report, restore, use_fdora
@@ -310,3 +311,13 @@ def test_a_model_trains_as_before(family):
     calls = report(model)
     assert len(calls) == 14 and all(c == {"fused": 20} for c in calls.values())
     assert model.state_dict().keys() == decoder(family).state_dict().keys()
+
+
+def test_the_bias_leaves_torchtune_multiplied_by_g():
+    model, x = layer(True), torch.randn(3, K)
+    p = from_torchtune(
+        {f"a.{k}": v for k, v in model.state_dict().items() if k not in ("weight", "bias")}, {"r": 4, "lora_alpha": 8}
+    )["a"]
+    W, g = model.weight.detach(), adapter_scale(model.weight.detach(), p)
+    torch.testing.assert_close(nn.functional.linear(x, merge(W, p), g * model.bias), model(x), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(nn.functional.linear(x, merge(W, p), model.bias), model(x), atol=1e-2)
