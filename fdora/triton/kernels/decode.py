@@ -322,14 +322,33 @@ def int_scales(W, n, g, mask, HOW: tl.constexpr):
 @triton.jit
 def int_weights(W, x, scale, zero, HOW: tl.constexpr):
     """Of bytes. A code is the last bits of a float32 of 2^23: the conversion of integers takes four times as long."""
-    v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - zero
+    v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return int_values(W, v, scale, zero, tl.float32, HOW)
+
+
+@triton.jit
+def int_values(W, v, scale, zero, dtype: tl.constexpr, HOW: tl.constexpr):
+    """The weights of codes v, rounded once to ``dtype``."""
+    BITS16: tl.constexpr = v.dtype == dtype  # each step is rounded as it should be, or not at all
+    OF_SCALES: tl.constexpr = W.scales.dtype.element_ty
+    if BITS16 and (HOW.CODE == "gptq" or HOW.CODE == "awq"):  # differences are integers
+        v -= zero.to(dtype)
+        high = scale.to(dtype)
+        if OF_SCALES == dtype:
+            return v * high
+        elif OF_SCALES == tl.float16:  # 11 bits are 8 and 3, whose product with v is exact
+            return tl.fma(v, high, v * (scale - high.to(tl.float32)).to(dtype))
+    HQQ: tl.constexpr = "hqq torch.bfloat16" if dtype == tl.bfloat16 else "hqq torch.float16"
+    if BITS16 and HOW.CODE == HQQ and OF_SCALES == dtype and W.code256.dtype.element_ty == dtype:
+        return (v - zero.to(dtype)) * scale.to(dtype)
+    v = v.to(tl.float32) - zero
     if HOW.CODE == "hqq torch.float16":
         v = _rounded(_rounded(v, W.code256, W.code256, tl.float16) * scale, W.code256, W.scales, tl.float16)
     elif HOW.CODE == "hqq torch.bfloat16":
         v = _rounded(_rounded(v, W.code256, W.code256, tl.bfloat16) * scale, W.code256, W.scales, tl.bfloat16)
     else:
         v *= scale
-    return v
+    return v.to(dtype)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import byte_weights, int_scales, int_weights, nibble, of_eight, scale_of, words_at
+from fdora.triton.kernels.decode import byte_weights, int_scales, int_values, nibble, scale_of, words_at
 from fdora.triton.kernels.tile import vector, zeros
 from fdora.triton.runtime.lookup import PICKED, SCALED
 
@@ -218,53 +218,116 @@ def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr)
 
 
 @triton.jit
-def _ints(W, n, at_k, col, first, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Weights, (SLICES, BLOCK_N, BLOCK_K), at columns n of the result, from ``col`` on, and terms at_k, from ``first`` on."""
-    BITS: tl.constexpr = HOW.BN
-    PER: tl.constexpr = 32 // BITS if HOW.CODE == "gptq" or HOW.CODE == "awq" else 1
-    IN_TERMS: tl.constexpr = PER > 1 and (HOW.CODE == "gptq") != T.COLUMNS  # what a word has more than one of
-    IN_N: tl.constexpr = PER > 1 and not IN_TERMS
-    n, k, last_n, last_k = n[None, :, None], at_k[:, None, :], N, K
-    row, column, columns = (k, n, N) if T.COLUMNS else (n, k, K)
-    if HOW.CODE != "gptq" and HOW.CODE != "awq" and BITS == 4:
-        shift = tl.where(row < W.col, 4, 0).to(tl.uint8)
-    elif PER > 1:
-        i = tl.arange(0, PER)
-        shift = of_eight(i) * BITS if HOW.CODE == "awq" else i * BITS
+def in_halves(first, i, SIZE: tl.constexpr, W, rows, T: tl.constexpr):
+    """Which rows of W numbers i of a tile are where a byte has codes of two: half of them are of the lower half of W."""
+    row, lower = first // 2 + i % (SIZE // 2), i // (SIZE // 2) * W.col
+    return row + lower if T.EVEN else tl.where(row < W.col, row + lower, rows)
+
+
+@triton.jit
+def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The codes of words that begin at this bit, and 16 bits on. Of 4 bits both at once become the last bits of numbers of 16
+    bits, where integers begin that follow each other: at 2^7 in bfloat16, else at 2^10."""
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    HALF: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
+    if BITS == 8:
+        v = (tl.join((x >> SHIFT) & 255, (x >> (SHIFT + 16)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    else:
+        x = ((x >> SHIFT) & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
+        v = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
+    return v
+
+
+@triton.jit
+def _word_scales(W, n, k, col, first, N, K, HALF_K: tl.constexpr, C: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
+    """Scales and zeros of codes at columns n of the result and terms k, in a tile that begins at ``col`` and ``first``."""
+    first = first[:, None, None, None, None, None, None]
+    k += first // HALF_K
+    row, column, rows, columns = (k, n, K, N) if T.COLUMNS else (n, k, N, K)
     if W.scales2 is not None:
         g = tl.load(W.scales2 + tl.minimum(column, columns - 1)).to(tl.int32)
-    elif HOW.BK % (T.N if T.COLUMNS else T.K) == 0:
-        g = (tl.zeros((1,), tl.int32) + col if T.COLUMNS else first)[:, None, None] // HOW.BK
+    elif T.COLUMNS and HOW.BK % T.N == 0:
+        g = tl.zeros((1, 1, 1, 1, 1, 1, 1), tl.int32) + col // HOW.BK
+    elif C * HOW.BK == T.K or HOW.BK % T.K == 0:
+        g = first // HOW.BK + tl.arange(0, C)[None, None, :, None, None, None, None]
     else:
         g = column // HOW.BK
-    scale, zero = int_scales(W, row, g, row < (K if T.COLUMNS else N), HOW)
-    if IN_TERMS:
-        k, last_k = ((first // PER)[:, None] + tl.arange(0, T.K // PER)[None, :])[:, None, :], tl.cdiv(K, PER)
-    elif IN_N:
-        n, last_n = (col // PER + tl.arange(0, T.N // PER))[None, :, None], tl.cdiv(N, PER)
-    at = words_at(W, k, n, HOW) if T.COLUMNS else words_at(W, n, k, HOW)
-    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < last_n) & (k < last_k), other=0)
-    if IN_TERMS:
-        x = x[:, :, :, None] >> shift[None, None, None, :]
-    elif IN_N:
-        x = x[:, :, None, :] >> shift[None, None, :, None]
-    elif BITS == 4:
-        x = x >> shift
-    x = tl.reshape((x & ((1 << BITS) - 1)).to(tl.uint8), (T.SLICES, T.N, T.K))
-    return int_weights(W, x, scale, zero, HOW)
+    return int_scales(W, row, g, row < rows, HOW)
 
 
 @triton.jit
 def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
-    n, t, slices = col + tl.arange(0, T.N), tl.arange(0, T.M), tl.arange(0, T.SLICES) * T.K
+    """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W.
+
+    The codes of a word, columns of the result or terms, have three axes: b, of its upper half, p and q. Their number in it is
+    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W. A thread has two rows of 16 in the operand, 8
+    apart, and of 16 terms two pairs, 8 apart: words are dealt out such that it has all codes of those that it reads."""
+    dtype: tl.constexpr = x.p.dtype.element_ty
+    BITS: tl.constexpr = HOW.BN
+    AWQ: tl.constexpr = HOW.CODE == "awq"
+    HALVES: tl.constexpr = BITS == 4 and HOW.CODE != "gptq" and not AWQ
+    ALONG_N: tl.constexpr = AWQ != T.COLUMNS
+    P: tl.constexpr = 1 if HALVES else 2
+    Q: tl.constexpr = 8 // BITS
+    PER_N: tl.constexpr = 2 * P * Q if ALONG_N else 1
+    PER_K: tl.constexpr = 1 if ALONG_N else 2 * P * Q
+    HALF_N: tl.constexpr = 2 if HALVES and not T.COLUMNS else 1
+    HALF_K: tl.constexpr = 2 if HALVES and T.COLUMNS else 1
+    ROWS: tl.constexpr = T.N // (PER_N * HALF_N)  # of words
+    TERMS: tl.constexpr = T.K // (PER_K * HALF_K)
+    BY_GROUP: tl.constexpr = W.scales2 is None and not T.COLUMNS and (HOW.BK % T.K == 0 or T.K % HOW.BK == 0)
+    C: tl.constexpr = TERMS if not BY_GROUP else T.K // HOW.BK if T.K > HOW.BK else 1
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    G: tl.constexpr = 4 if TERMS >= 4 else TERMS
+    I: tl.constexpr = 2 // HALF_K if ALONG_N else 4 if TERMS >= 4 * G else TERMS // G
+    J: tl.constexpr = TERMS // (G * I)
+    STEP: tl.constexpr = T.SLICES * T.K
+    FIRST: tl.constexpr = 4 if HALVES else 0  # a byte's upper half is of the upper half of W
+    SECOND: tl.constexpr = BITS - FIRST
+    b, p, q = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, Q)[None, None, :]
+    inside = 4 * q + 2 * p + b if AWQ else P * (Q * b + q) + (0 if HALVES else p)
+    word_n = (col // (PER_N * HALF_N) + tl.arange(0, ROWS))[None, :, None]
+    word, slices = tl.arange(0, TERMS)[None, None, :], tl.arange(0, T.SLICES) * T.K
+    n = word_n[:, :, :, None, None, None, None] * PER_N + (inside if ALONG_N else p * W.col if HALF_N == 2 else 0)
+    k = tl.arange(0, C)[None, None, :, None, None, None, None] * PER_K
+    k += p * W.col if HALF_K == 2 else 0 if ALONG_N or BY_GROUP else inside
+    t, each = tl.arange(0, T.M), tl.arange(0, T.K)[None, :]
     acc = _zeros(T)
-    for k0 in range(begin, end, T.SLICES * T.K):
-        at_k = (k0 + slices)[:, None] + tl.arange(0, T.K)[None, :]
-        w = _ints(W, n, at_k, col, k0 + slices, N, K, HOW, T)
-        xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        acc = _product(acc, w.to(x.p.dtype.element_ty), tl.permute(xt, (0, 2, 1)), T)
-    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+    scale, zero = _word_scales(W, n, k, col, begin + slices, N, K, HALF_K, C, HOW, T)
+    for k0 in range(begin, end, STEP):
+        first = k0 + slices
+        # Scales come a step ahead of the codes they belong to.
+        next_scale, next_zero = _word_scales(W, n, k, col, first + STEP, N, K, HALF_K, C, HOW, T)
+        word_k = (first // (PER_K * HALF_K))[:, None, None] + word
+        at = words_at(W, word_k, word_n, HOW) if T.COLUMNS else words_at(W, word_n, word_k, HOW)
+        mask = (word_n < (W.col if HALF_N == 2 else tl.cdiv(N, PER_N))) & (word_k < (W.col if HALF_K == 2 else tl.cdiv(K, PER_K)))
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
+        v = tl.join(_two(w, FIRST, dtype, BITS), _two(w, SECOND, dtype, BITS))
+        if BITS == 4:
+            v = tl.join(v, tl.join(_two(w, FIRST + 8, dtype, BITS), _two(w, SECOND + 8, dtype, BITS)))
+        w = int_values(W, tl.reshape(v, (T.SLICES, ROWS, C, TERMS // C, 2, 2, Q)), scale, zero, dtype, HOW)
+        xt = _tokens(x, t, in_halves(first[:, None], each, T.K, W, K, T) if HALF_K == 2 else first[:, None] + each, M, K, T.EVEN)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, I, G, 2, 2, Q) if ALONG_N else (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
+        if HALF_K == 2:
+            w = tl.permute(w, (0, 8, 4, 1, 6, 2, 3, 5, 7))
+            xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, 2, J, G)), (0, 3, 4, 2, 1))
+        elif ALONG_N:
+            w = tl.permute(w, (0, 8, 7, 1, 6, 2, 3, 5, 4))
+            xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, 2, G)), (0, 2, 4, 3, 1))
+        else:
+            w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALF_N == 2 else (0, 1, 2, 3, 5, 8, 7, 4, 6))
+            if AWQ:
+                xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, G, I, Q, P, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
+            else:
+                xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, G, I, 2, Q, P)), (0, 2, 4, 6, 7, 3, 5, 1))
+        acc = _product(acc, w, xt, T)
+        scale, zero = next_scale, next_zero
+    acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+    if ALONG_N:
+        acc = tl.permute(tl.reshape(acc, (Q, P, ROWS // L, 2, L, T.M)), (2, 4, 0, 1, 3, 5) if AWQ else (2, 4, 3, 0, 1, 5))
+    elif HALF_N == 2:
+        acc = tl.permute(tl.reshape(acc, (ROWS // L, 2, L, T.M)), (1, 0, 2, 3))
+    return tl.reshape(acc, (T.N, T.M))
 
 
 @triton.jit
