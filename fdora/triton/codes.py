@@ -52,11 +52,6 @@ class Ints(NamedTuple):
         """Codes in a word, or in a byte."""
         return (8 if self.code in HQQ.values() else 32) // self.bits
 
-    @property
-    def in_halves(self) -> bool:
-        """Whether a byte has codes of two rows."""
-        return self.code in HQQ.values() and self.bits == 4
-
 
 Form = Lut4 | Codes8 | Ints
 

@@ -176,21 +176,16 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     weight = _codes(W, capability)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
     rows = 8 if columns and M <= 8 else power_of_two(M)
-    along_n = columns != (isinstance(W.form, Ints) and W.form.code == "awq")  # columns of the result lie side by side
-    if config is None:
-        config = small_codes_config(rows, N, K, weight["HOW"].BITS, along_n, capability, num_sms)
-        if 90 <= capability < 100 and isinstance(W.form, Ints) and W.form.bits == 4 and not columns:
-            config = config._replace(BLOCK_N=64, BLOCK_K=128, SLICES=1, num_warps=4, num_stages=4)
-            if not W.form.in_halves: config = config._replace(BLOCK_N=128, BLOCK_K=64)
-    if (group := group_of(W)) and (columns or not W.form.in_halves):
-        of_group = "BLOCK_N" if columns else "BLOCK_K"
-        config = config._replace(**{of_group: within(getattr(config, of_group), group)})
+    of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 and not columns else ""
+    config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms, of_words)
+    if columns and (group := group_of(W)):
+        config = config._replace(BLOCK_N=within(config.BLOCK_N, group))
     step = config.BLOCK_K * config.SLICES
     even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
     beside = splits > 1 and not columns and r > BESIDE
     rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
     weight |= {"COLUMNS": columns, "EVEN": even, "BLOCK_M": rows}
-    halves = isinstance(W.form, Ints) and W.form.in_halves and not columns  # a tile of two runs of columns
+    halves = of_words.startswith("hqq")  # a tile has two runs of columns
     if splits == 1 and not halves:
         return plan.launch(small_codes_kernel, "N", weight | ends.strides, of, ends, config, pdl=pdl)
     sums = plan.temp((splits + beside, M, N))

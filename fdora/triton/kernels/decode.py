@@ -328,19 +328,17 @@ def int_weights(W, x, scale, zero, HOW: tl.constexpr):
 
 @triton.jit
 def int_values(W, v, scale, zero, dtype: tl.constexpr, HOW: tl.constexpr):
-    """The weights of codes v, rounded once to ``dtype``."""
-    BITS16: tl.constexpr = v.dtype == dtype  # each step is rounded as it should be, or not at all
+    """Of codes v, rounded once to ``dtype``; in 16 bits where each step is exact there, or is rounded by the format itself."""
     OF_SCALES: tl.constexpr = W.scales.dtype.element_ty
-    if BITS16 and (HOW.CODE == "gptq" or HOW.CODE == "awq"):  # differences are integers
+    HQQ: tl.constexpr = "hqq torch.bfloat16" if dtype == tl.bfloat16 else "hqq torch.float16"
+    if v.dtype == dtype and HOW.CODE == HQQ and dtype == OF_SCALES and W.code256.dtype.element_ty == dtype:
+        return (v - zero.to(dtype)) * scale.to(dtype)
+    if v.dtype == dtype and (dtype == OF_SCALES or tl.float16 == OF_SCALES) and (HOW.CODE == "gptq" or HOW.CODE == "awq"):
         v -= zero.to(dtype)
         high = scale.to(dtype)
-        if OF_SCALES == dtype:
+        if dtype == OF_SCALES:
             return v * high
-        elif OF_SCALES == tl.float16:  # 11 bits are 8 and 3, whose product with v is exact
-            return tl.fma(v, high, v * (scale - high.to(tl.float32)).to(dtype))
-    HQQ: tl.constexpr = "hqq torch.bfloat16" if dtype == tl.bfloat16 else "hqq torch.float16"
-    if BITS16 and HOW.CODE == HQQ and OF_SCALES == dtype and W.code256.dtype.element_ty == dtype:
-        return (v - zero.to(dtype)) * scale.to(dtype)
+        return tl.fma(v, high, v * (scale - high.to(tl.float32)).to(dtype))  # 11 bits are 8 and 3: that product is exact
     v = v.to(tl.float32) - zero
     if HOW.CODE == "hqq torch.float16":
         v = _rounded(_rounded(v, W.code256, W.code256, tl.float16) * scale, W.code256, W.scales, tl.float16)

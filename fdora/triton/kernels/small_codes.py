@@ -50,10 +50,12 @@ def codes_parts_kernel(
         n = col + tl.arange(0, BLOCK_N)
     else:
         W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
-        T: tl.constexpr = Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN)
-        acc = _product(Matrix(x, stride_xm, stride_xk), W, col, begin, end, M, N, K, HOW, T)
+        acc = _product(
+            Matrix(x, stride_xm, stride_xk), W, col, begin, end, M, N, K, HOW,
+            Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
+        )
         n = tl.arange(0, BLOCK_N)
-        n = in_halves(col, n, BLOCK_N, W, N, T) if HALVES else col + n
+        n = in_halves(col, n, BLOCK_N, N, EVEN) if HALVES else col + n
     if PDL:  # what is written here may be another's until the kernel ahead has ended
         gdc_wait()
     t = tl.arange(0, BLOCK_M)

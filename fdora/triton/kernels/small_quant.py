@@ -36,6 +36,7 @@ E2M1_BF16 = tl.constexpr(SCALED["bf16"]["e2m1"])
 E2M1_F16 = tl.constexpr(SCALED["f16"]["e2m1"])
 HIGH = tl.constexpr(PICKED[True])
 LOW = tl.constexpr(PICKED[False])
+APART = tl.constexpr("mov.b32 {$0, $1}, $2;")
 TO_TABLE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 TO_WEIGHTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r")
 
@@ -218,41 +219,77 @@ def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr)
 
 
 @triton.jit
-def in_halves(first, i, SIZE: tl.constexpr, W, rows, T: tl.constexpr):
-    """Which rows of W numbers i of a tile are where a byte has codes of two: half of them are of the lower half of W."""
-    row, lower = first // 2 + i % (SIZE // 2), i // (SIZE // 2) * W.col
-    return row + lower if T.EVEN else tl.where(row < W.col, row + lower, rows)
+def in_halves(first, i, SIZE: tl.constexpr, rows, EVEN: tl.constexpr):
+    """Which rows of W the numbers i of a tile are where a byte has codes of two: half of them lie in the lower half of W."""
+    row, lower = first // 2 + i % (SIZE // 2), i // (SIZE // 2) * (rows // 2)
+    return row + lower if EVEN else tl.where(row < rows // 2, row + lower, rows)
 
 
 @triton.jit
-def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The codes of words that begin at this bit, and 16 bits on. Of 4 bits both at once become the last bits of numbers of 16
-    bits, where integers begin that follow each other: at 2^7 in bfloat16, else at 2^10."""
+def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, HOW: tl.constexpr):
+    """The codes of words that begin at this bit, and 16 bits on. Two of 4 bits become numbers of 16 bits at once, as their last
+    bits: from 2^7 on (bfloat16), or 2^10, integers follow each other."""
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
     HALF: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
-    if BITS == 8:
-        v = (tl.join((x >> SHIFT) & 255, (x >> (SHIFT + 16)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    x = x >> SHIFT
+    if HOW.BN == 8:
+        return (tl.join(x & 255, (x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    x = (x & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
+    if HOW.PTX:  # after a shift both would be put together once more
+        low, high = tl.inline_asm_elementwise(APART, "=h,=h,r", [x], (tl.int16, tl.int16), True, 1)
     else:
-        x = ((x >> SHIFT) & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
-        v = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
-    return v
+        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+    return tl.join(low, high).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
 
 
 @triton.jit
-def _word_scales(W, n, k, col, first, N, K, HALF_K: tl.constexpr, C: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
-    """Scales and zeros of codes at columns n of the result and terms k, in a tile that begins at ``col`` and ``first``."""
-    first = first[:, None, None, None, None, None, None]
+def _word_scales(W, n, k, col, first, N, K, BY_GROUP: tl.constexpr, HALF_K: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
+    """Scales and zeros of codes at columns n of the result and terms k of a tile that begins at ``col`` and ``first``."""
+    first = first[:, None, None, None, None, None]
     k += first // HALF_K
     row, column, rows, columns = (k, n, K, N) if T.COLUMNS else (n, k, N, K)
     if W.scales2 is not None:
         g = tl.load(W.scales2 + tl.minimum(column, columns - 1)).to(tl.int32)
     elif T.COLUMNS and HOW.BK % T.N == 0:
-        g = tl.zeros((1, 1, 1, 1, 1, 1, 1), tl.int32) + col // HOW.BK
-    elif C * HOW.BK == T.K or HOW.BK % T.K == 0:
-        g = first // HOW.BK + tl.arange(0, C)[None, None, :, None, None, None, None]
+        g = tl.zeros((1, 1, 1, 1, 1, 1), tl.int32) + col // HOW.BK
+    elif BY_GROUP:
+        g = first // HOW.BK + tl.arange(0, k.shape[2])[None, None, :, None, None, None]
     else:
         g = column // HOW.BK
     return int_scales(W, row, g, row < rows, HOW)
+
+
+@triton.jit
+def _dealt(w, x, HALVES: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
+    """Weights (SLICES, rows of words, words, b, p, q) and x (SLICES, BLOCK_M, BLOCK_K) as operands, words and their codes dealt
+    out such that a thread has all codes of those that it reads: it has two rows of 16, 8 apart, and of 16 terms two pairs, 8
+    apart."""
+    AWQ: tl.constexpr = HOW.CODE == "awq"
+    ROWS: tl.constexpr = w.shape[1]
+    TERMS: tl.constexpr = w.shape[2]
+    Q: tl.constexpr = w.shape[5]
+    P: tl.constexpr = 1 if HALVES else 2
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    G: tl.constexpr = 4 if TERMS >= 4 else TERMS
+    if AWQ != T.COLUMNS:
+        J: tl.constexpr = TERMS // (4 * P)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, P, 4, 2, 2, Q))
+        if HALVES:
+            w = tl.permute(w, (0, 8, 4, 1, 6, 2, 3, 5, 7))
+            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, 2, J, 4)), (0, 3, 4, 2, 1))
+        else:
+            w = tl.permute(w, (0, 8, 7, 1, 6, 2, 3, 5, 4))
+            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, 2, 4)), (0, 2, 4, 3, 1))
+    else:
+        I: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G
+        J: tl.constexpr = TERMS // (G * I)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
+        w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALVES else (0, 1, 2, 3, 5, 8, 7, 4, 6))
+        if AWQ:
+            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, G, I, Q, P, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
+        else:
+            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, G, I, 2, Q, P)), (0, 2, 4, 6, 7, 3, 5, 1))
+    return w, x
 
 
 @triton.jit
@@ -260,15 +297,13 @@ def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W.
 
     The codes of a word, columns of the result or terms, have three axes: b, of its upper half, p and q. Their number in it is
-    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W. A thread has two rows of 16 in the operand, 8
-    apart, and of 16 terms two pairs, 8 apart: words are dealt out such that it has all codes of those that it reads."""
+    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W."""
     dtype: tl.constexpr = x.p.dtype.element_ty
-    BITS: tl.constexpr = HOW.BN
     AWQ: tl.constexpr = HOW.CODE == "awq"
-    HALVES: tl.constexpr = BITS == 4 and HOW.CODE != "gptq" and not AWQ
+    HALVES: tl.constexpr = HOW.BN == 4 and HOW.CODE != "gptq" and not AWQ
     ALONG_N: tl.constexpr = AWQ != T.COLUMNS
     P: tl.constexpr = 1 if HALVES else 2
-    Q: tl.constexpr = 8 // BITS
+    Q: tl.constexpr = 8 // HOW.BN
     PER_N: tl.constexpr = 2 * P * Q if ALONG_N else 1
     PER_K: tl.constexpr = 1 if ALONG_N else 2 * P * Q
     HALF_N: tl.constexpr = 2 if HALVES and not T.COLUMNS else 1
@@ -276,56 +311,44 @@ def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.N // (PER_N * HALF_N)  # of words
     TERMS: tl.constexpr = T.K // (PER_K * HALF_K)
     BY_GROUP: tl.constexpr = W.scales2 is None and not T.COLUMNS and (HOW.BK % T.K == 0 or T.K % HOW.BK == 0)
-    C: tl.constexpr = TERMS if not BY_GROUP else T.K // HOW.BK if T.K > HOW.BK else 1
-    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
-    G: tl.constexpr = 4 if TERMS >= 4 else TERMS
-    I: tl.constexpr = 2 // HALF_K if ALONG_N else 4 if TERMS >= 4 * G else TERMS // G
-    J: tl.constexpr = TERMS // (G * I)
+    SCALES: tl.constexpr = TERMS if not BY_GROUP else T.K // HOW.BK if T.K > HOW.BK else 1  # along K
     STEP: tl.constexpr = T.SLICES * T.K
     FIRST: tl.constexpr = 4 if HALVES else 0  # a byte's upper half is of the upper half of W
-    SECOND: tl.constexpr = BITS - FIRST
+    NEXT: tl.constexpr = HOW.BN - FIRST
     b, p, q = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, Q)[None, None, :]
     inside = 4 * q + 2 * p + b if AWQ else P * (Q * b + q) + (0 if HALVES else p)
     word_n = (col // (PER_N * HALF_N) + tl.arange(0, ROWS))[None, :, None]
     word, slices = tl.arange(0, TERMS)[None, None, :], tl.arange(0, T.SLICES) * T.K
-    n = word_n[:, :, :, None, None, None, None] * PER_N + (inside if ALONG_N else p * W.col if HALF_N == 2 else 0)
-    k = tl.arange(0, C)[None, None, :, None, None, None, None] * PER_K
-    k += p * W.col if HALF_K == 2 else 0 if ALONG_N or BY_GROUP else inside
+    n = word_n[:, :, :, None, None, None] * PER_N + (inside if ALONG_N else p * (N // 2) if HALF_N == 2 else 0)
+    in_k = tl.arange(0, SCALES)[None, None, :, None, None, None] * PER_K
+    in_k += p * (K // 2) if HALF_K == 2 else 0 if ALONG_N or BY_GROUP else inside
     t, each = tl.arange(0, T.M), tl.arange(0, T.K)[None, :]
     acc = _zeros(T)
-    scale, zero = _word_scales(W, n, k, col, begin + slices, N, K, HALF_K, C, HOW, T)
+    scale, zero = _word_scales(W, n, in_k, col, begin + slices, N, K, BY_GROUP, HALF_K, HOW, T)
     for k0 in range(begin, end, STEP):
         first = k0 + slices
         # Scales come a step ahead of the codes they belong to.
-        next_scale, next_zero = _word_scales(W, n, k, col, first + STEP, N, K, HALF_K, C, HOW, T)
+        next_scale, next_zero = _word_scales(W, n, in_k, col, first + STEP, N, K, BY_GROUP, HALF_K, HOW, T)
         word_k = (first // (PER_K * HALF_K))[:, None, None] + word
         at = words_at(W, word_k, word_n, HOW) if T.COLUMNS else words_at(W, word_n, word_k, HOW)
-        mask = (word_n < (W.col if HALF_N == 2 else tl.cdiv(N, PER_N))) & (word_k < (W.col if HALF_K == 2 else tl.cdiv(K, PER_K)))
-        w = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
-        v = tl.join(_two(w, FIRST, dtype, BITS), _two(w, SECOND, dtype, BITS))
-        if BITS == 4:
-            v = tl.join(v, tl.join(_two(w, FIRST + 8, dtype, BITS), _two(w, SECOND + 8, dtype, BITS)))
-        w = int_values(W, tl.reshape(v, (T.SLICES, ROWS, C, TERMS // C, 2, 2, Q)), scale, zero, dtype, HOW)
-        xt = _tokens(x, t, in_halves(first[:, None], each, T.K, W, K, T) if HALF_K == 2 else first[:, None] + each, M, K, T.EVEN)
-        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, I, G, 2, 2, Q) if ALONG_N else (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
-        if HALF_K == 2:
-            w = tl.permute(w, (0, 8, 4, 1, 6, 2, 3, 5, 7))
-            xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, 2, J, G)), (0, 3, 4, 2, 1))
-        elif ALONG_N:
-            w = tl.permute(w, (0, 8, 7, 1, 6, 2, 3, 5, 4))
-            xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, 2, G)), (0, 2, 4, 3, 1))
-        else:
-            w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALF_N == 2 else (0, 1, 2, 3, 5, 8, 7, 4, 6))
-            if AWQ:
-                xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, G, I, Q, P, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
-            else:
-                xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, G, I, 2, Q, P)), (0, 2, 4, 6, 7, 3, 5, 1))
+        mask = (word_n * PER_N < N // HALF_N) & (word_k * PER_K < K // HALF_K)
+        c = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
+        v = tl.join(_two(c, FIRST, dtype, HOW), _two(c, NEXT, dtype, HOW))
+        if Q == 2:
+            v = tl.join(v, tl.join(_two(c, FIRST + 8, dtype, HOW), _two(c, NEXT + 8, dtype, HOW)))
+        v = tl.reshape(v, (T.SLICES, ROWS, SCALES, TERMS // SCALES, 2, 2, Q))
+        # This axis is new here: else Triton would give codes the registers of their scales, and move them after that.
+        w = int_values(W, v, scale[:, :, :, None, :, :, :], zero[:, :, :, None, :, :, :], dtype, HOW)
+        at_k = in_halves(first[:, None], each, T.K, K, T.EVEN) if HALF_K == 2 else first[:, None] + each
+        xt = _tokens(x, t, at_k, M, K, T.EVEN)
+        w, xt = _dealt(tl.reshape(w, (T.SLICES, ROWS, TERMS, 2, 2, Q)), xt, HALVES, HOW, T)
         acc = _product(acc, w, xt, T)
         scale, zero = next_scale, next_zero
     acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
     if ALONG_N:
         acc = tl.permute(tl.reshape(acc, (Q, P, ROWS // L, 2, L, T.M)), (2, 4, 0, 1, 3, 5) if AWQ else (2, 4, 3, 0, 1, 5))
-    elif HALF_N == 2:
+    elif HALVES:
         acc = tl.permute(tl.reshape(acc, (ROWS // L, 2, L, T.M)), (1, 0, 2, 3))
     return tl.reshape(acc, (T.N, T.M))
 
