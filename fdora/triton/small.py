@@ -176,7 +176,7 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     weight = _codes(W, capability)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
     rows = 8 if columns and M <= 8 else power_of_two(M)
-    of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 and not columns else ""
+    of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 else ""
     config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms, of_words)
     if columns and (group := group_of(W)):
         config = config._replace(BLOCK_N=within(config.BLOCK_N, group))
@@ -185,7 +185,7 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     beside = splits > 1 and not columns and r > BESIDE
     rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
     weight |= {"COLUMNS": columns, "EVEN": even, "BLOCK_M": rows}
-    halves = of_words.startswith("hqq")  # a tile has two runs of columns
+    halves = of_words.startswith("hqq") and not columns  # a tile has two runs of columns
     if splits == 1 and not halves:
         return plan.launch(small_codes_kernel, "N", weight | ends.strides, of, ends, config, pdl=pdl)
     sums = plan.temp((splits + beside, M, N))
