@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.decode import Codes
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
-from fdora.triton.kernels.small_quant import Tile, bytes8, columns4, in_halves, ints, rows4
+from fdora.triton.kernels.small_quant import Tile, bytes8, fours, in_halves, ints
 from fdora.triton.kernels.tile import Matrix, within, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -17,8 +17,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 @triton.jit
 def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
-    BY_FOUR: tl.constexpr = columns4 if T.COLUMNS else rows4
-    PRODUCT: tl.constexpr = ints if HOW.SCALES == "group" else bytes8 if HOW.BITS == 8 else BY_FOUR
+    PRODUCT: tl.constexpr = ints if HOW.SCALES == "group" else bytes8 if HOW.BITS == 8 else fours
     return PRODUCT(x, W, col, begin, end, M, N, K, HOW, T)
 
 

@@ -154,68 +154,90 @@ def _zeros(T: tl.constexpr):
 
 
 @triton.jit
-def rows4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Rows of W from ``col`` on times x, terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M)."""
-    WORDS: tl.constexpr = T.K // 8
-    IN_TILE: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
-    STEP: tl.constexpr = T.SLICES * T.K
-    J: tl.constexpr = WORDS // 16
-    n = tl.broadcast_to((col + tl.arange(0, T.N))[None, :], (T.SLICES, T.N))
-    t, k, i = tl.arange(0, T.M), tl.arange(0, T.K), tl.arange(0, T.SLICES) * T.K
-    c = tl.arange(0, WORDS)
-    acc = _zeros(T)
-    # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
-    scale = _scale(W, _stored(W, n, begin + i, N, HOW, IN_TILE), n, begin + i, N, HOW, IN_TILE)
-    stored = _stored(W, n, begin + STEP + i, N, HOW, IN_TILE)
-    for k0 in range(begin, end, STEP):
-        after = _stored(W, n, k0 + 2 * STEP + i, N, HOW, IN_TILE)
-        next_scale = _scale(W, stored, n, k0 + STEP + i, N, HOW, IN_TILE)
-        first = k0 + i
-        word = (first // 8)[:, None] + c[None, :]
-        w = _tile4(W, scale, n, word, N, x.p.dtype.element_ty, HOW, T, T.N, WORDS, IN_TILE)
-        xt = _tokens(x, t, first[:, None] + k[None, :], M, K, T.EVEN)
-        # Term 16 (4 (4 j + i) + 2 s) + 8 h + 2 q + b is column 128 j + 32 q + 8 i + 4 s + 2 h + b.
-        w = tl.permute(tl.reshape(w, (T.SLICES, T.N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
-        xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
-        acc = _product(acc, w, xt, T)
-        scale, stored = next_scale, after
-    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+def _dealt(w, x, ALONG_N: tl.constexpr, IN_ORDER: tl.constexpr, HALVES: tl.constexpr, T: tl.constexpr):
+    """Weights (SLICES, rows of words, words, b, p, q) and x (SLICES, BLOCK_M, BLOCK_K) as operands, words and their codes dealt
+    out such that a thread has all codes of those that it reads: it has two rows of 16, 8 apart, and of 16 terms two pairs, 8
+    apart. ``ALONG_N``: a word has columns of the result. Codes are number 4 q + 2 p + b in it (IN_ORDER) or 4 b + 2 q + p, or p
+    is no place in it (HALVES)."""
+    ROWS: tl.constexpr = w.shape[1]
+    TERMS: tl.constexpr = w.shape[2]
+    Q: tl.constexpr = w.shape[5]
+    P: tl.constexpr = 1 if HALVES else 2
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    if ALONG_N:  # four warps that multiply as one (wgmma) hold 16 rows of each 64: 32 words
+        I: tl.constexpr = ROWS // 32 if ROWS >= 32 else 1
+        J: tl.constexpr = TERMS // (4 * P)
+        w = tl.reshape(w, (T.SLICES, ROWS // (L * I), L, I, J, P, 4, 2, 2, Q))
+        w = tl.permute(w, (0, 3, 9, 5, 1, 7, 2, 4, 6, 8) if HALVES else (0, 3, 9, 8, 1, 7, 2, 4, 6, 5))
+        x = tl.reshape(x, (T.SLICES, T.M, 2, J, 4) if HALVES else (T.SLICES, T.M, J, 2, 4))
+        x = tl.permute(x, (0, 3, 4, 2, 1) if HALVES else (0, 2, 4, 3, 1))
+    else:
+        G: tl.constexpr = 4 if TERMS >= 4 else TERMS
+        I: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G
+        J: tl.constexpr = TERMS // (G * I)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
+        w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALVES else (0, 1, 2, 3, 5, 8, 7, 4, 6))
+        x = tl.reshape(x, (T.SLICES, T.M, J, G, I, Q, P, 2) if IN_ORDER else (T.SLICES, T.M, J, G, I, 2, Q, P))
+        x = tl.permute(x, (0, 2, 4, 5, 6, 3, 7, 1) if IN_ORDER else (0, 2, 4, 6, 7, 3, 5, 1))
+    return w, x
 
 
 @triton.jit
-def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
-    WORDS: tl.constexpr = T.N // 8
-    IN_TILE: tl.constexpr = T.N // HOW.GROUP if T.N > HOW.GROUP else 1
-    # Four warps that multiply as one (wgmma) hold 16 rows of each 64; a word of eight, two to a lane, asks for four times 64.
-    TOGETHER: tl.constexpr = T.SLICES == 1 and WORDS >= 32
-    I: tl.constexpr = WORDS // 32 if TOGETHER else 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
-    J: tl.constexpr = WORDS // (8 * I)  # TOGETHER: the four warps
-    t, k = tl.arange(0, T.M), (tl.arange(0, T.SLICES) * T.K)[:, None] + tl.arange(0, T.K)[None, :]
-    word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (T.SLICES, WORDS))
-    first = tl.zeros((T.SLICES,), tl.int32) + col
-    acc = _zeros(T)
-    STEP: tl.constexpr = T.SLICES * T.K
-    scale = _scale(W, _stored(W, begin + k, first, K, HOW, IN_TILE), begin + k, first, K, HOW, IN_TILE)
-    stored = _stored(W, begin + STEP + k, first, K, HOW, IN_TILE)
-    for k0 in range(begin, end, STEP):
-        after = _stored(W, k0 + 2 * STEP + k, first, K, HOW, IN_TILE)
-        next_scale = _scale(W, stored, k0 + STEP + k, first, K, HOW, IN_TILE)
-        at_k = k0 + k
-        w = _tile4(W, scale, at_k, word, K, x.p.dtype.element_ty, HOW, T, T.K, WORDS, IN_TILE)
-        xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
-        # TOGETHER it is row 256 i + 128 s + 64 h + 16 j + 8 b + l.
-        w = tl.reshape(w, (T.SLICES, T.K, J, 8, I, 2, 2, 2))
-        w = tl.permute(w, (0, 4, 7, 6, 2, 5, 3, 1)) if TOGETHER else tl.permute(w, (0, 2, 4, 7, 6, 5, 3, 1))
-        acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), T)
-        scale, stored = next_scale, after
+def _in_place(
+    acc, ROWS: tl.constexpr, Q: tl.constexpr, ALONG_N: tl.constexpr, IN_ORDER: tl.constexpr, HALVES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The sum of such a product over slices, columns of the result in their order. ROWS of words, with Q places of q."""
     acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
-    if TOGETHER:
-        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, T.M)), (3, 5, 0, 1, 2, 4, 6))
-    else:
-        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, T.M)), (0, 5, 1, 2, 3, 4, 6))
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    I: tl.constexpr = ROWS // 32 if ROWS >= 32 else 1
+    if ALONG_N:
+        acc = tl.reshape(acc, (I, Q, 1 if HALVES else 2, ROWS // (L * I), 2, L, T.M))
+        acc = tl.permute(acc, (3, 5, 0, 1, 2, 4, 6) if IN_ORDER else (3, 5, 0, 4, 1, 2, 6))
+    elif HALVES:
+        acc = tl.permute(tl.reshape(acc, (ROWS // L, 2, L, T.M)), (1, 0, 2, 3))
     return tl.reshape(acc, (T.N, T.M))
+
+
+@triton.jit
+def _place(col, n, first, k, T: tl.constexpr):
+    """Rows of W in a tile that begins at column ``col`` of the result and terms ``first``, and its first columns of W."""
+    if T.COLUMNS:
+        return first[:, None] + k, tl.zeros((T.SLICES,), tl.int32) + col
+    else:
+        return n, first
+
+
+@triton.jit
+def fours(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    """A W of 4-bit codes times x (M, K), terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M). ``COLUMNS``: K
+    counts rows of W."""
+    ROWS: tl.constexpr = T.K if T.COLUMNS else T.N
+    WORDS: tl.constexpr = (T.N if T.COLUMNS else T.K) // 8
+    IN_TILE: tl.constexpr = 8 * WORDS // HOW.GROUP if 8 * WORDS > HOW.GROUP else 1
+    STEP: tl.constexpr = T.SLICES * T.K
+    n = tl.broadcast_to((col + tl.arange(0, T.N))[None, :], (T.SLICES, T.N))
+    t, k, i, rows = tl.arange(0, T.M), tl.arange(0, T.K)[None, :], tl.arange(0, T.SLICES) * T.K, K if T.COLUMNS else N
+    acc = _zeros(T)
+    # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
+    row, first = _place(col, n, begin + i, k, T)
+    scale = _scale(W, _stored(W, row, first, rows, HOW, IN_TILE), row, first, rows, HOW, IN_TILE)
+    row, first = _place(col, n, begin + STEP + i, k, T)
+    stored = _stored(W, row, first, rows, HOW, IN_TILE)
+    for k0 in range(begin, end, STEP):
+        row, first = _place(col, n, k0 + 2 * STEP + i, k, T)
+        after = _stored(W, row, first, rows, HOW, IN_TILE)
+        row, first = _place(col, n, k0 + STEP + i, k, T)
+        next_scale = _scale(W, stored, row, first, rows, HOW, IN_TILE)
+        row, first = _place(col, n, k0 + i, k, T)
+        word = (first // 8)[:, None] + tl.arange(0, WORDS)[None, :]
+        w = _tile4(W, scale, row, word, rows, x.p.dtype.element_ty, HOW, T, ROWS, WORDS, IN_TILE)
+        w = tl.reshape(w, (T.SLICES, ROWS, WORDS, 2, 2, 2))
+        xt = _tokens(x, t, (k0 + i)[:, None] + k, M, K, T.EVEN)
+        w, xt = _dealt(tl.permute(w, (0, 2, 1, 3, 4, 5)) if T.COLUMNS else w, xt, T.COLUMNS, True, False, T)
+        acc = _product(acc, w, xt, T)
+        scale, stored = next_scale, after
+    return _in_place(acc, WORDS, 2, T.COLUMNS, True, False, T)
 
 
 @triton.jit
@@ -257,39 +279,6 @@ def _word_scales(W, n, k, col, first, N, K, BY_GROUP: tl.constexpr, HALF_K: tl.c
     else:
         g = column // HOW.BK
     return int_scales(W, row, g, row < rows, HOW)
-
-
-@triton.jit
-def _dealt(w, x, HALVES: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
-    """Weights (SLICES, rows of words, words, b, p, q) and x (SLICES, BLOCK_M, BLOCK_K) as operands, words and their codes dealt
-    out such that a thread has all codes of those that it reads: it has two rows of 16, 8 apart, and of 16 terms two pairs, 8
-    apart."""
-    AWQ: tl.constexpr = HOW.CODE == "awq"
-    ROWS: tl.constexpr = w.shape[1]
-    TERMS: tl.constexpr = w.shape[2]
-    Q: tl.constexpr = w.shape[5]
-    P: tl.constexpr = 1 if HALVES else 2
-    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
-    G: tl.constexpr = 4 if TERMS >= 4 else TERMS
-    if AWQ != T.COLUMNS:
-        J: tl.constexpr = TERMS // (4 * P)
-        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, P, 4, 2, 2, Q))
-        if HALVES:
-            w = tl.permute(w, (0, 8, 4, 1, 6, 2, 3, 5, 7))
-            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, 2, J, 4)), (0, 3, 4, 2, 1))
-        else:
-            w = tl.permute(w, (0, 8, 7, 1, 6, 2, 3, 5, 4))
-            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, 2, 4)), (0, 2, 4, 3, 1))
-    else:
-        I: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G
-        J: tl.constexpr = TERMS // (G * I)
-        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
-        w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALVES else (0, 1, 2, 3, 5, 8, 7, 4, 6))
-        if AWQ:
-            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, G, I, Q, P, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
-        else:
-            x = tl.permute(tl.reshape(x, (T.SLICES, T.M, J, G, I, 2, Q, P)), (0, 2, 4, 6, 7, 3, 5, 1))
-    return w, x
 
 
 @triton.jit
@@ -341,16 +330,10 @@ def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
         w = int_values(W, v, scale[:, :, :, None, :, :, :], zero[:, :, :, None, :, :, :], dtype, HOW)
         at_k = in_halves(first[:, None], each, T.K, K, T.EVEN) if HALF_K == 2 else first[:, None] + each
         xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        w, xt = _dealt(tl.reshape(w, (T.SLICES, ROWS, TERMS, 2, 2, Q)), xt, HALVES, HOW, T)
+        w, xt = _dealt(tl.reshape(w, (T.SLICES, ROWS, TERMS, 2, 2, Q)), xt, ALONG_N, AWQ, HALVES, T)
         acc = _product(acc, w, xt, T)
         scale, zero = next_scale, next_zero
-    acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
-    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
-    if ALONG_N:
-        acc = tl.permute(tl.reshape(acc, (Q, P, ROWS // L, 2, L, T.M)), (2, 4, 0, 1, 3, 5) if AWQ else (2, 4, 3, 0, 1, 5))
-    elif HALVES:
-        acc = tl.permute(tl.reshape(acc, (ROWS // L, 2, L, T.M)), (1, 0, 2, 3))
-    return tl.reshape(acc, (T.N, T.M))
+    return _in_place(acc, ROWS, Q, ALONG_N, AWQ, HALVES, T)
 
 
 @triton.jit
