@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.quant import Codes8, Lut4
-from fdora.triton.codes import Ints, Packed, decoding, group_of, has_ptx
+from fdora.triton.codes import Ints, Packed, decoding, has_ptx
 from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -35,7 +35,6 @@ from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
-from fdora.triton.tiles.quant import within
 
 BESIDE = 64  # above this rank h B is a part beside those of x W
 Config = SmallConfig | CodesConfig
@@ -178,8 +177,6 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     rows = 8 if columns and M <= 8 else power_of_two(M)
     of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 else ""
     config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms, of_words)
-    if columns and (group := group_of(W)):
-        config = config._replace(BLOCK_N=within(config.BLOCK_N, group))
     step = config.BLOCK_K * config.SLICES
     even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
     beside = splits > 1 and not columns and r > BESIDE

@@ -173,11 +173,11 @@ def _dealt(w, x, ALONG_N: tl.constexpr, IN_ORDER: tl.constexpr, HALVES: tl.const
         x = tl.permute(x, (0, 3, 4, 2, 1) if HALVES else (0, 2, 4, 3, 1))
     else:
         G: tl.constexpr = 4 if TERMS >= 4 else TERMS
-        I: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G
-        J: tl.constexpr = TERMS // (G * I)
-        w = tl.reshape(w, (T.SLICES, ROWS // L, L, J, G, I, 2, 2, Q))
+        E: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G  # words side by side, to a thread
+        F: tl.constexpr = TERMS // (G * E)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, F, G, E, 2, 2, Q))
         w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALVES else (0, 1, 2, 3, 5, 8, 7, 4, 6))
-        x = tl.reshape(x, (T.SLICES, T.M, J, G, I, Q, P, 2) if IN_ORDER else (T.SLICES, T.M, J, G, I, 2, Q, P))
+        x = tl.reshape(x, (T.SLICES, T.M, F, G, E, Q, P, 2) if IN_ORDER else (T.SLICES, T.M, F, G, E, 2, Q, P))
         x = tl.permute(x, (0, 2, 4, 5, 6, 3, 7, 1) if IN_ORDER else (0, 2, 4, 6, 7, 3, 5, 1))
     return w, x
 
@@ -200,12 +200,10 @@ def _in_place(
 
 
 @triton.jit
-def _place(col, n, first, k, T: tl.constexpr):
-    """Rows of W in a tile that begins at column ``col`` of the result and terms ``first``, and its first columns of W."""
-    if T.COLUMNS:
-        return first[:, None] + k, tl.zeros((T.SLICES,), tl.int32) + col
-    else:
-        return n, first
+def _place(col, first, T: tl.constexpr):
+    """The rows and the columns of W where tiles (SLICES,) begin: at column ``col`` of the result and terms ``first``."""
+    col += tl.zeros((T.SLICES,), tl.int32)
+    return (first, col) if T.COLUMNS else (col, first)
 
 
 @triton.jit
@@ -216,22 +214,22 @@ def fours(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     WORDS: tl.constexpr = (T.N if T.COLUMNS else T.K) // 8
     IN_TILE: tl.constexpr = 8 * WORDS // HOW.GROUP if 8 * WORDS > HOW.GROUP else 1
     STEP: tl.constexpr = T.SLICES * T.K
-    n = tl.broadcast_to((col + tl.arange(0, T.N))[None, :], (T.SLICES, T.N))
     t, k, i, rows = tl.arange(0, T.M), tl.arange(0, T.K)[None, :], tl.arange(0, T.SLICES) * T.K, K if T.COLUMNS else N
+    r = tl.arange(0, ROWS)[None, :]
     acc = _zeros(T)
     # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
-    row, first = _place(col, n, begin + i, k, T)
-    scale = _scale(W, _stored(W, row, first, rows, HOW, IN_TILE), row, first, rows, HOW, IN_TILE)
-    row, first = _place(col, n, begin + STEP + i, k, T)
-    stored = _stored(W, row, first, rows, HOW, IN_TILE)
+    row, first = _place(col, begin + i, T)
+    scale = _scale(W, _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE), row[:, None] + r, first, rows, HOW, IN_TILE)
+    row, first = _place(col, begin + STEP + i, T)
+    stored = _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE)
     for k0 in range(begin, end, STEP):
-        row, first = _place(col, n, k0 + 2 * STEP + i, k, T)
-        after = _stored(W, row, first, rows, HOW, IN_TILE)
-        row, first = _place(col, n, k0 + STEP + i, k, T)
-        next_scale = _scale(W, stored, row, first, rows, HOW, IN_TILE)
-        row, first = _place(col, n, k0 + i, k, T)
+        row, first = _place(col, k0 + 2 * STEP + i, T)
+        after = _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE)
+        row, first = _place(col, k0 + STEP + i, T)
+        next_scale = _scale(W, stored, row[:, None] + r, first, rows, HOW, IN_TILE)
+        row, first = _place(col, k0 + i, T)
         word = (first // 8)[:, None] + tl.arange(0, WORDS)[None, :]
-        w = _tile4(W, scale, row, word, rows, x.p.dtype.element_ty, HOW, T, ROWS, WORDS, IN_TILE)
+        w = _tile4(W, scale, row[:, None] + r, word, rows, x.p.dtype.element_ty, HOW, T, ROWS, WORDS, IN_TILE)
         w = tl.reshape(w, (T.SLICES, ROWS, WORDS, 2, 2, 2))
         xt = _tokens(x, t, (k0 + i)[:, None] + k, M, K, T.EVEN)
         w, xt = _dealt(tl.permute(w, (0, 2, 1, 3, 4, 5)) if T.COLUMNS else w, xt, T.COLUMNS, True, False, T)
@@ -242,9 +240,9 @@ def fours(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def in_halves(first, i, SIZE: tl.constexpr, rows, EVEN: tl.constexpr):
-    """Which rows of W the numbers i of a tile are where a byte has codes of two: half of them lie in the lower half of W."""
-    row, lower = first // 2 + i % (SIZE // 2), i // (SIZE // 2) * (rows // 2)
-    return row + lower if EVEN else tl.where(row < rows // 2, row + lower, rows)
+    """Which rows of W the numbers i of a tile are where a byte has codes of two: first those of the lower half of W."""
+    row, half = first // 2 + i % (SIZE // 2), (1 - i // (SIZE // 2)) * (rows // 2)
+    return row + half if EVEN else tl.where(row < rows // 2, row + half, rows)
 
 
 @triton.jit
@@ -265,19 +263,15 @@ def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, HOW: tl.constexpr):
 
 
 @triton.jit
-def _word_scales(W, n, k, col, first, N, K, BY_GROUP: tl.constexpr, HALF_K: tl.constexpr, HOW: tl.constexpr, T: tl.constexpr):
-    """Scales and zeros of codes at columns n of the result and terms k of a tile that begins at ``col`` and ``first``."""
-    first = first[:, None, None, None, None, None]
-    k += first // HALF_K
-    row, column, rows, columns = (k, n, K, N) if T.COLUMNS else (n, k, N, K)
+def _word_scales(W, row, column, in_row, in_column, rows, columns, GROUPS: tl.constexpr, HOW: tl.constexpr):
+    """Scales and zeros of tiles that begin at a row and a column of W. GROUPS: of their columns, 0 where tiles cut some."""
+    row, column = row[:, None, None, None, None, None] + in_row, column[:, None, None, None, None, None]
     if W.scales2 is not None:
-        g = tl.load(W.scales2 + tl.minimum(column, columns - 1)).to(tl.int32)
-    elif T.COLUMNS and HOW.BK % T.N == 0:
-        g = tl.zeros((1, 1, 1, 1, 1, 1), tl.int32) + col // HOW.BK
-    elif BY_GROUP:
-        g = first // HOW.BK + tl.arange(0, k.shape[2])[None, None, :, None, None, None]
+        g = tl.load(W.scales2 + tl.minimum(column + in_column, columns - 1)).to(tl.int32)
+    elif GROUPS:
+        g = column // HOW.BK + tl.arange(0, GROUPS)[None, None, :, None, None, None]
     else:
-        g = column // HOW.BK
+        g = (column + in_column) // HOW.BK
     return int_scales(W, row, g, row < rows, HOW)
 
 
@@ -285,55 +279,54 @@ def _word_scales(W, n, k, col, first, N, K, BY_GROUP: tl.constexpr, HALF_K: tl.c
 def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W.
 
-    The codes of a word, columns of the result or terms, have three axes: b, of its upper half, p and q. Their number in it is
-    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W."""
+    The codes of a word, of columns of W or of rows (AWQ), have three axes: b, of its upper half, p and q. Their number in it is
+    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W, the lower one first."""
     dtype: tl.constexpr = x.p.dtype.element_ty
     AWQ: tl.constexpr = HOW.CODE == "awq"
     HALVES: tl.constexpr = HOW.BN == 4 and HOW.CODE != "gptq" and not AWQ
-    ALONG_N: tl.constexpr = AWQ != T.COLUMNS
-    P: tl.constexpr = 1 if HALVES else 2
+    H: tl.constexpr = 2 if HALVES else 1
     Q: tl.constexpr = 8 // HOW.BN
-    PER_N: tl.constexpr = 2 * P * Q if ALONG_N else 1
-    PER_K: tl.constexpr = 1 if ALONG_N else 2 * P * Q
-    HALF_N: tl.constexpr = 2 if HALVES and not T.COLUMNS else 1
-    HALF_K: tl.constexpr = 2 if HALVES and T.COLUMNS else 1
-    ROWS: tl.constexpr = T.N // (PER_N * HALF_N)  # of words
-    TERMS: tl.constexpr = T.K // (PER_K * HALF_K)
-    BY_GROUP: tl.constexpr = W.scales2 is None and not T.COLUMNS and (HOW.BK % T.K == 0 or T.K % HOW.BK == 0)
-    SCALES: tl.constexpr = TERMS if not BY_GROUP else T.K // HOW.BK if T.K > HOW.BK else 1  # along K
+    HIGH: tl.constexpr = 8 if AWQ else 1  # rows of a word
+    WIDE: tl.constexpr = 1 if AWQ else 4 * Q // H
+    ROWS: tl.constexpr = (T.K if T.COLUMNS else T.N) // (HIGH * H)  # of words
+    COLUMNS: tl.constexpr = T.N if T.COLUMNS else T.K
+    WORDS: tl.constexpr = COLUMNS // WIDE
+    WHOLE: tl.constexpr = W.scales2 is None and (HOW.BK % COLUMNS == 0 or COLUMNS % HOW.BK == 0)
+    GROUPS: tl.constexpr = 0 if not WHOLE else COLUMNS // HOW.BK if COLUMNS > HOW.BK else 1
+    G: tl.constexpr = GROUPS if GROUPS else WORDS
     STEP: tl.constexpr = T.SLICES * T.K
-    FIRST: tl.constexpr = 4 if HALVES else 0  # a byte's upper half is of the upper half of W
-    NEXT: tl.constexpr = HOW.BN - FIRST
     b, p, q = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, Q)[None, None, :]
-    inside = 4 * q + 2 * p + b if AWQ else P * (Q * b + q) + (0 if HALVES else p)
-    word_n = (col // (PER_N * HALF_N) + tl.arange(0, ROWS))[None, :, None]
-    word, slices = tl.arange(0, TERMS)[None, None, :], tl.arange(0, T.SLICES) * T.K
-    n = word_n[:, :, :, None, None, None] * PER_N + (inside if ALONG_N else p * (N // 2) if HALF_N == 2 else 0)
-    in_k = tl.arange(0, SCALES)[None, None, :, None, None, None] * PER_K
-    in_k += p * (K // 2) if HALF_K == 2 else 0 if ALONG_N or BY_GROUP else inside
-    t, each = tl.arange(0, T.M), tl.arange(0, T.K)[None, :]
+    inside = 4 * q + 2 * p + b if AWQ else WIDE // 2 * b + WIDE // 2 // Q * q + (0 if HALVES else p)
+    rows, columns = (K, N) if T.COLUMNS else (N, K)
+    r, c = tl.arange(0, ROWS)[None, :, None], tl.arange(0, WORDS)[None, None, :]
+    in_row = r[:, :, :, None, None, None] * HIGH + (inside if AWQ else (1 - p) * (rows // 2) if HALVES else 0)
+    in_column = c[:, :, :, None, None, None] * WIDE + (0 if AWQ else inside)
+    t, k, slices = tl.arange(0, T.M), tl.arange(0, T.K)[None, :], tl.arange(0, T.SLICES) * T.K
     acc = _zeros(T)
-    scale, zero = _word_scales(W, n, in_k, col, begin + slices, N, K, BY_GROUP, HALF_K, HOW, T)
+    row, column = _place(col, begin + slices, T)
+    scale, zero = _word_scales(W, row // H, column, in_row, in_column, rows, columns, GROUPS, HOW)
     for k0 in range(begin, end, STEP):
-        first = k0 + slices
-        # Scales come a step ahead of the codes they belong to.
-        next_scale, next_zero = _word_scales(W, n, in_k, col, first + STEP, N, K, BY_GROUP, HALF_K, HOW, T)
-        word_k = (first // (PER_K * HALF_K))[:, None, None] + word
-        at = words_at(W, word_k, word_n, HOW) if T.COLUMNS else words_at(W, word_n, word_k, HOW)
-        mask = (word_n * PER_N < N // HALF_N) & (word_k * PER_K < K // HALF_K)
-        c = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
-        v = tl.join(_two(c, FIRST, dtype, HOW), _two(c, NEXT, dtype, HOW))
+        row, column = _place(col, k0 + STEP + slices, T)  # scales come a step ahead of the codes they belong to
+        next_scale, next_zero = _word_scales(W, row // H, column, in_row, in_column, rows, columns, GROUPS, HOW)
+        row, column = _place(col, k0 + slices, T)
+        at_row, at_column = (row // (HIGH * H))[:, None, None] + r, (column // WIDE)[:, None, None] + c
+        mask = (at_row * HIGH < rows // H) & (at_column * WIDE < columns)
+        at = words_at(W, at_row, at_column, HOW)
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
+        v = tl.join(_two(w, 0, dtype, HOW), _two(w, HOW.BN, dtype, HOW))
         if Q == 2:
-            v = tl.join(v, tl.join(_two(c, FIRST + 8, dtype, HOW), _two(c, NEXT + 8, dtype, HOW)))
-        v = tl.reshape(v, (T.SLICES, ROWS, SCALES, TERMS // SCALES, 2, 2, Q))
+            v = tl.join(v, tl.join(_two(w, 8, dtype, HOW), _two(w, 12, dtype, HOW)))
+        v = tl.reshape(v, (T.SLICES, ROWS, G, WORDS // G, 2, 2, Q))
         # This axis is new here: else Triton would give codes the registers of their scales, and move them after that.
         w = int_values(W, v, scale[:, :, :, None, :, :, :], zero[:, :, :, None, :, :, :], dtype, HOW)
-        at_k = in_halves(first[:, None], each, T.K, K, T.EVEN) if HALF_K == 2 else first[:, None] + each
-        xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        w, xt = _dealt(tl.reshape(w, (T.SLICES, ROWS, TERMS, 2, 2, Q)), xt, ALONG_N, AWQ, HALVES, T)
+        w = tl.reshape(w, (T.SLICES, ROWS, WORDS, 2, 2, Q))
+        at_k = (k0 + slices)[:, None]
+        xt = _tokens(x, t, in_halves(at_k, k, T.K, K, T.EVEN) if HALVES and T.COLUMNS else at_k + k, M, K, T.EVEN)
+        w = tl.permute(w, (0, 2, 1, 3, 4, 5)) if T.COLUMNS else w
+        w, xt = _dealt(w, xt, AWQ != T.COLUMNS, AWQ, HALVES, T)
         acc = _product(acc, w, xt, T)
         scale, zero = next_scale, next_zero
-    return _in_place(acc, ROWS, Q, ALONG_N, AWQ, HALVES, T)
+    return _in_place(acc, WORDS if T.COLUMNS else ROWS, Q, AWQ != T.COLUMNS, AWQ, HALVES, T)
 
 
 @triton.jit
