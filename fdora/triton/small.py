@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdora.quant import Lut4
-from fdora.triton.codes import Packed, decoding, group_of, has_ptx
+from fdora.quant import Codes8, Lut4
+from fdora.triton.codes import Ints, Packed, decoding, has_ptx
 from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
 from fdora.triton.runtime.builder import Builder, named
@@ -35,7 +35,6 @@ from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
-from fdora.triton.tiles.quant import within
 
 BESIDE = 64  # above this rank h B is a part beside those of x W
 Config = SmallConfig | CodesConfig
@@ -130,7 +129,7 @@ def small_backward(
 def reads(W: Packed) -> bool:
     """Whether these take it: 4-bit codes in whole words of rows and groups, or any 8-bit ones."""
     if not isinstance(W.form, Lut4):
-        return True
+        return isinstance(W.form, Codes8) or W.codes.itemsize == 4 or (W.shape[1] % 4 == 0 and W.codes.aligned)
     K, group = W.shape[1], W.form.group
     power = group & (group - 1) == 0 and group >= 8
     return power and K % 8 == 0 and (K % group == 0 or W.form.layout == "row") and W.codes.aligned
@@ -176,20 +175,19 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     weight = _codes(W, capability)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
     rows = 8 if columns and M <= 8 else power_of_two(M)
-    config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms)
-    if group := group_of(W):
-        of_group = "BLOCK_N" if columns else "BLOCK_K"
-        config = config._replace(**{of_group: within(getattr(config, of_group), group)})
+    of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 else ""
+    config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms, of_words)
     step = config.BLOCK_K * config.SLICES
     even, splits = N % config.BLOCK_N == 0 and K % step == 0, min(config.SPLITS, cdiv(K, step))
     beside = splits > 1 and not columns and r > BESIDE
     rows = rows if splits > 1 or ends.dA is None else max(16, rows)  # dA sums over tokens, 16 at least
     weight |= {"COLUMNS": columns, "EVEN": even, "BLOCK_M": rows}
-    if splits == 1:
+    halves = of_words.startswith("hqq") and not columns  # a tile has two runs of columns
+    if splits == 1 and not halves:
         return plan.launch(small_codes_kernel, "N", weight | ends.strides, of, ends, config, pdl=pdl)
     sums = plan.temp((splits + beside, M, N))
     low = (of["part"], ends.h, ends.b, ends.s, of["PARTS"]) if beside else (None, None, None, None, 0)
-    weight |= {"out": sums, **named("part h b s PARTS", low)}
+    weight |= {"out": sums, "HALVES": halves, **named("part h b s PARTS", low)}
     plan.launch(codes_parts_kernel, (cdiv(N, config.BLOCK_N), splits + beside), weight, of, config, pdl=pdl)
     if beside:  # nothing is left of it to add
         r, ends = 0, ends._replace(h=None)
@@ -200,8 +198,9 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
 def _codes(W: Packed, capability: int) -> dict[str, Any]:
     """W as the kernels of few tokens take it: 4-bit codes in words of eight."""
     given = decoding(W, capability)
-    if isinstance(W.form, Lut4):
+    if W.codes.itemsize == 1 and not isinstance(W.form, Codes8):
         ptx = has_ptx(capability) and capability >= 80
         codes = W.codes.words((W.codes.numel // 4,), (1,), torch.int32)
-        given |= {"codes": codes, "stride_cn": W.shape[1] // 8, "HOW": given["HOW"]._replace(PTX=ptx)}
+        columns = W.shape[1] // (8 if isinstance(W.form, Lut4) else 4)  # of HQQ's 4 bits, a word has half of 8 codes in a row
+        given |= {"codes": codes, "stride_cn": columns, "HOW": given["HOW"]._replace(PTX=ptx)}
     return given

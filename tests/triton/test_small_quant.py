@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora._records import Operands
 from fdora.quant import TABLES, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton.codes import Coded, packed
+from fdora.triton.codes import Coded, Ints, packed
 from fdora.triton.runtime.lookup import PICKED, SCALED
 from fdora.triton.small import Back, Out, reads, small_backward, small_forward
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
@@ -124,6 +124,21 @@ def test_packed_integers(name):
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("hqq", CodesConfig(64, 128, 1, 4, 2)),  # two groups, and columns of both halves
+        ("hqq", CodesConfig(32, 64, 1, 4, 2, 2)),
+        ("gptq", CodesConfig(128, 64, 1, 4, 2, 2)),
+        ("awq", CodesConfig(256, 32, 1, 4, 2, 2)),
+    ],
+)
+def test_tiles_of_words(name, config):
+    """Those of Hopper, K at once and in parts; h B beside them."""
+    assert_right(INTS[name](), 3, 70, config, COLUMNS[2])
+
+
+@needs_kernels
 @pytest.mark.parametrize(("M", "r", "adapter"), [(1, 384, HALF), (16, 70, FP32), (3, 600, HALF), (5, 40, FP32)])
 def test_large_ranks_with_k_in_parts(M, r, adapter):
     """h B is a part of its own forward, or all of B is asked for at once by the kernel that adds the parts; slab by slab backward."""
@@ -198,6 +213,9 @@ def test_what_no_kernel_takes():
     ):
         assert plan_for(Coded(shape, form._replace(**change))) is None
     assert plan_for(Coded((64, 96), form._replace(layout="row"))) and plan_for(Coded((64, 128), form), aligned=False) is None
+    hqq = Ints("hqq torch.bfloat16", 4, 2)
+    assert plan_for(Coded((64, 128), hqq)) and plan_for(Coded((64, 128), hqq), aligned=False) is None
+    assert plan_for(Coded((64, 126), hqq)) is None
 
 
 def test_a_plan_says_what_it_costs():
@@ -213,12 +231,17 @@ def test_a_plan_says_what_it_costs():
     assert plan.device == HOPPER and step.pdl == HOPPER.supports_pdl
 
 
+FORMATS = (4, ""), (8, ""), (8, "hqq torch.bfloat16"), (8, "gptq"), (8, "awq")
+
+
 def test_tiles_for_any_shape():
-    for rows, N, K, bits, columns, capability in product(
-        (8, 16, 32, 64), (1, 1000, 200_000), (1, 4096), (4, 8), (False, True), (0, 80, 86, 90, 100, 120)
+    for rows, N, K, (bits, words), columns, capability in product(
+        (8, 16, 32, 64), (1, 1000, 200_000), (1, 4096), FORMATS, (False, True), (0, 80, 86, 90, 100, 120)
     ):
-        config = small_codes_config(rows, N, K, bits, columns, capability, 132)
-        assert config.BLOCK_N % (64 if columns else 16) == 0 and config.BLOCK_K % (16 if columns else 128) == 0
+        config = small_codes_config(rows, N, K, bits, columns, capability, 132, words)
+        along_n = columns != (words == "awq")
+        assert config.BLOCK_N % (64 if along_n else 16) == 0
+        assert config.BLOCK_K % (16 if along_n else 64 if words == "gptq" else 128) == 0
         assert config.SLICES in (1, config.num_warps)
         assert 1 <= config.SPLITS <= max(1, K // (config.BLOCK_K * config.SLICES))
 

@@ -322,14 +322,31 @@ def int_scales(W, n, g, mask, HOW: tl.constexpr):
 @triton.jit
 def int_weights(W, x, scale, zero, HOW: tl.constexpr):
     """Of bytes. A code is the last bits of a float32 of 2^23: the conversion of integers takes four times as long."""
-    v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - zero
+    v = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return int_values(W, v, scale, zero, tl.float32, HOW)
+
+
+@triton.jit
+def int_values(W, v, scale, zero, dtype: tl.constexpr, HOW: tl.constexpr):
+    """Of codes v, rounded once to ``dtype``; in 16 bits where each step is exact there, or is rounded by the format itself."""
+    OF_SCALES: tl.constexpr = W.scales.dtype.element_ty
+    HQQ: tl.constexpr = "hqq torch.bfloat16" if dtype == tl.bfloat16 else "hqq torch.float16"
+    if v.dtype == dtype and HOW.CODE == HQQ and dtype == OF_SCALES and W.code256.dtype.element_ty == dtype:
+        return (v - zero.to(dtype)) * scale.to(dtype)
+    if v.dtype == dtype and (dtype == OF_SCALES or tl.float16 == OF_SCALES) and (HOW.CODE == "gptq" or HOW.CODE == "awq"):
+        v -= zero.to(dtype)
+        high = scale.to(dtype)
+        if dtype == OF_SCALES:
+            return v * high
+        return tl.fma(v, high, v * (scale - high.to(tl.float32)).to(dtype))  # 11 bits are 8 and 3: that product is exact
+    v = v.to(tl.float32) - zero
     if HOW.CODE == "hqq torch.float16":
         v = _rounded(_rounded(v, W.code256, W.code256, tl.float16) * scale, W.code256, W.scales, tl.float16)
     elif HOW.CODE == "hqq torch.bfloat16":
         v = _rounded(_rounded(v, W.code256, W.code256, tl.bfloat16) * scale, W.code256, W.scales, tl.bfloat16)
     else:
         v *= scale
-    return v
+    return v.to(dtype)
 
 
 @triton.jit

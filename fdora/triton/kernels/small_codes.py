@@ -8,7 +8,7 @@ import triton.language as tl
 from fdora.triton.kernels.decode import Codes
 from fdora.triton.kernels.product import finish
 from fdora.triton.kernels.small import low_rank_term
-from fdora.triton.kernels.small_quant import Tile, bytes8, columns4, ints, rows4
+from fdora.triton.kernels.small_quant import Tile, bytes8, fours, in_halves, ints
 from fdora.triton.kernels.tile import Matrix, within, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
@@ -17,8 +17,7 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 @triton.jit
 def _product(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
     """Columns of the result from ``col`` on, terms from ``begin`` to ``end``: (BLOCK_N, BLOCK_M)."""
-    BY_FOUR: tl.constexpr = columns4 if T.COLUMNS else rows4
-    PRODUCT: tl.constexpr = ints if HOW.SCALES == "group" else bytes8 if HOW.BITS == 8 else BY_FOUR
+    PRODUCT: tl.constexpr = ints if HOW.SCALES == "group" else bytes8 if HOW.BITS == 8 else fours
     return PRODUCT(x, W, col, begin, end, M, N, K, HOW, T)
 
 
@@ -27,7 +26,7 @@ def codes_parts_kernel(
     x, codes, scales, code256, scales2, offset, out, part, h, b, s, M, N, K, R, groups,
     stride_xm, stride_xk, stride_cn, stride_ck, stride_br, stride_bn, stride_hm,
     HOW: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr, EVEN: tl.constexpr,
+    HALVES: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SLICES: tl.constexpr,
 ):
     """x w in parts of whole steps: out is (parts, M, N) float32. With PARTS, of h, part 1 is h b: begun neither first,
@@ -47,15 +46,18 @@ def codes_parts_kernel(
             zeros(BLOCK_N, BLOCK_M), None, part, Matrix(h, stride_hm, None), Matrix(b, stride_br, stride_bn),
             None, None, s, col, M, N, R, x.dtype.element_ty, PARTS, BLOCK_R, 2, 1,
         )
+        n = col + tl.arange(0, BLOCK_N)
     else:
         W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
         acc = _product(
             Matrix(x, stride_xm, stride_xk), W, col, begin, end, M, N, K, HOW,
             Tile(BLOCK_M, BLOCK_N, BLOCK_K, SLICES, COLUMNS, EVEN),
         )
+        n = tl.arange(0, BLOCK_N)
+        n = in_halves(col, n, BLOCK_N, N, EVEN) if HALVES else col + n
     if PDL:  # what is written here may be another's until the kernel ahead has ended
         gdc_wait()
-    t, n = tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_M)
     at = (tl.program_id(1) * M + t)[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out + at, acc, mask=within(n, t, N, M))
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import byte_weights, int_scales, int_weights, nibble, of_eight, scale_of, words_at
+from fdora.triton.kernels.decode import byte_weights, int_scales, int_values, nibble, scale_of, words_at
 from fdora.triton.kernels.tile import vector, zeros
 from fdora.triton.runtime.lookup import PICKED, SCALED
 
@@ -36,6 +36,7 @@ E2M1_BF16 = tl.constexpr(SCALED["bf16"]["e2m1"])
 E2M1_F16 = tl.constexpr(SCALED["f16"]["e2m1"])
 HIGH = tl.constexpr(PICKED[True])
 LOW = tl.constexpr(PICKED[False])
+APART = tl.constexpr("mov.b32 {$0, $1}, $2;")
 TO_TABLE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 TO_WEIGHTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r")
 
@@ -153,118 +154,179 @@ def _zeros(T: tl.constexpr):
 
 
 @triton.jit
-def rows4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Rows of W from ``col`` on times x, terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M)."""
-    WORDS: tl.constexpr = T.K // 8
-    IN_TILE: tl.constexpr = T.K // HOW.GROUP if T.K > HOW.GROUP else 1
-    STEP: tl.constexpr = T.SLICES * T.K
-    J: tl.constexpr = WORDS // 16
-    n = tl.broadcast_to((col + tl.arange(0, T.N))[None, :], (T.SLICES, T.N))
-    t, k, i = tl.arange(0, T.M), tl.arange(0, T.K), tl.arange(0, T.SLICES) * T.K
-    c = tl.arange(0, WORDS)
-    acc = _zeros(T)
-    # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
-    scale = _scale(W, _stored(W, n, begin + i, N, HOW, IN_TILE), n, begin + i, N, HOW, IN_TILE)
-    stored = _stored(W, n, begin + STEP + i, N, HOW, IN_TILE)
-    for k0 in range(begin, end, STEP):
-        after = _stored(W, n, k0 + 2 * STEP + i, N, HOW, IN_TILE)
-        next_scale = _scale(W, stored, n, k0 + STEP + i, N, HOW, IN_TILE)
-        first = k0 + i
-        word = (first // 8)[:, None] + c[None, :]
-        w = _tile4(W, scale, n, word, N, x.p.dtype.element_ty, HOW, T, T.N, WORDS, IN_TILE)
-        xt = _tokens(x, t, first[:, None] + k[None, :], M, K, T.EVEN)
-        # Term 16 (4 (4 j + i) + 2 s) + 8 h + 2 q + b is column 128 j + 32 q + 8 i + 4 s + 2 h + b.
-        w = tl.permute(tl.reshape(w, (T.SLICES, T.N, J, 4, 4, 2, 2, 2)), (0, 1, 2, 4, 7, 6, 3, 5))
-        xt = tl.permute(tl.reshape(xt, (T.SLICES, T.M, J, 4, 4, 2, 2, 2)), (0, 2, 4, 5, 6, 3, 7, 1))
-        acc = _product(acc, w, xt, T)
-        scale, stored = next_scale, after
-    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+def _dealt(w, x, ALONG_N: tl.constexpr, IN_ORDER: tl.constexpr, HALVES: tl.constexpr, T: tl.constexpr):
+    """Weights (SLICES, rows of words, words, b, p, q) and x (SLICES, BLOCK_M, BLOCK_K) as operands, words and their codes dealt
+    out such that a thread has all codes of those that it reads: it has two rows of 16, 8 apart, and of 16 terms two pairs, 8
+    apart. ``ALONG_N``: a word has columns of the result. Codes are number 4 q + 2 p + b in it (IN_ORDER) or 4 b + 2 q + p, or p
+    is no place in it (HALVES)."""
+    ROWS: tl.constexpr = w.shape[1]
+    TERMS: tl.constexpr = w.shape[2]
+    Q: tl.constexpr = w.shape[5]
+    P: tl.constexpr = 1 if HALVES else 2
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    if ALONG_N:  # four warps that multiply as one (wgmma) hold 16 rows of each 64: 32 words
+        I: tl.constexpr = ROWS // 32 if ROWS >= 32 else 1
+        J: tl.constexpr = TERMS // (4 * P)
+        w = tl.reshape(w, (T.SLICES, ROWS // (L * I), L, I, J, P, 4, 2, 2, Q))
+        w = tl.permute(w, (0, 3, 9, 5, 1, 7, 2, 4, 6, 8) if HALVES else (0, 3, 9, 8, 1, 7, 2, 4, 6, 5))
+        x = tl.reshape(x, (T.SLICES, T.M, 2, J, 4) if HALVES else (T.SLICES, T.M, J, 2, 4))
+        x = tl.permute(x, (0, 3, 4, 2, 1) if HALVES else (0, 2, 4, 3, 1))
+    else:
+        G: tl.constexpr = 4 if TERMS >= 4 else TERMS
+        E: tl.constexpr = 4 if TERMS >= 4 * G else TERMS // G  # words side by side, to a thread
+        F: tl.constexpr = TERMS // (G * E)
+        w = tl.reshape(w, (T.SLICES, ROWS // L, L, F, G, E, 2, 2, Q))
+        w = tl.permute(w, (0, 1, 7, 2, 3, 5, 8, 4, 6) if HALVES else (0, 1, 2, 3, 5, 8, 7, 4, 6))
+        x = tl.reshape(x, (T.SLICES, T.M, F, G, E, Q, P, 2) if IN_ORDER else (T.SLICES, T.M, F, G, E, 2, Q, P))
+        x = tl.permute(x, (0, 2, 4, 5, 6, 3, 7, 1) if IN_ORDER else (0, 2, 4, 6, 7, 3, 5, 1))
+    return w, x
 
 
 @triton.jit
-def columns4(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Columns of W (K, N) from ``col`` on times x (M, K): (BLOCK_N, BLOCK_M). A word is eight rows of the operand here."""
-    WORDS: tl.constexpr = T.N // 8
-    IN_TILE: tl.constexpr = T.N // HOW.GROUP if T.N > HOW.GROUP else 1
-    # Four warps that multiply as one (wgmma) hold 16 rows of each 64; a word of eight, two to a lane, asks for four times 64.
-    TOGETHER: tl.constexpr = T.SLICES == 1 and WORDS >= 32
-    I: tl.constexpr = WORDS // 32 if TOGETHER else 4 if WORDS >= 32 else WORDS // 8  # words in a row that a thread takes
-    J: tl.constexpr = WORDS // (8 * I)  # TOGETHER: the four warps
-    t, k = tl.arange(0, T.M), (tl.arange(0, T.SLICES) * T.K)[:, None] + tl.arange(0, T.K)[None, :]
-    word = tl.broadcast_to((col // 8 + tl.arange(0, WORDS))[None, :], (T.SLICES, WORDS))
-    first = tl.zeros((T.SLICES,), tl.int32) + col
-    acc = _zeros(T)
-    STEP: tl.constexpr = T.SLICES * T.K
-    scale = _scale(W, _stored(W, begin + k, first, K, HOW, IN_TILE), begin + k, first, K, HOW, IN_TILE)
-    stored = _stored(W, begin + STEP + k, first, K, HOW, IN_TILE)
-    for k0 in range(begin, end, STEP):
-        after = _stored(W, k0 + 2 * STEP + k, first, K, HOW, IN_TILE)
-        next_scale = _scale(W, stored, k0 + STEP + k, first, K, HOW, IN_TILE)
-        at_k = k0 + k
-        w = _tile4(W, scale, at_k, word, K, x.p.dtype.element_ty, HOW, T, T.K, WORDS, IN_TILE)
-        xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        # Row 64 I j + 64 i + 32 s + 16 h + 8 b + l is column 64 I j + 8 I l + 8 i + 4 s + 2 h + b;
-        # TOGETHER it is row 256 i + 128 s + 64 h + 16 j + 8 b + l.
-        w = tl.reshape(w, (T.SLICES, T.K, J, 8, I, 2, 2, 2))
-        w = tl.permute(w, (0, 4, 7, 6, 2, 5, 3, 1)) if TOGETHER else tl.permute(w, (0, 2, 4, 7, 6, 5, 3, 1))
-        acc = _product(acc, w, tl.permute(xt, (0, 2, 1)), T)
-        scale, stored = next_scale, after
+def _in_place(
+    acc, ROWS: tl.constexpr, Q: tl.constexpr, ALONG_N: tl.constexpr, IN_ORDER: tl.constexpr, HALVES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The sum of such a product over slices, columns of the result in their order. ROWS of words, with Q places of q."""
     acc = acc if T.SLICES == 1 else tl.sum(acc, axis=0)
-    if TOGETHER:
-        acc = tl.permute(tl.reshape(acc, (I, 2, 2, J, 2, 8, T.M)), (3, 5, 0, 1, 2, 4, 6))
-    else:
-        acc = tl.permute(tl.reshape(acc, (J, I, 2, 2, 2, 8, T.M)), (0, 5, 1, 2, 3, 4, 6))
+    L: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    I: tl.constexpr = ROWS // 32 if ROWS >= 32 else 1
+    if ALONG_N:
+        acc = tl.reshape(acc, (I, Q, 1 if HALVES else 2, ROWS // (L * I), 2, L, T.M))
+        acc = tl.permute(acc, (3, 5, 0, 1, 2, 4, 6) if IN_ORDER else (3, 5, 0, 4, 1, 2, 6))
+    elif HALVES:
+        acc = tl.permute(tl.reshape(acc, (ROWS // L, 2, L, T.M)), (1, 0, 2, 3))
     return tl.reshape(acc, (T.N, T.M))
 
 
 @triton.jit
-def _ints(W, n, at_k, col, first, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """Weights, (SLICES, BLOCK_N, BLOCK_K), at columns n of the result, from ``col`` on, and terms at_k, from ``first`` on."""
-    BITS: tl.constexpr = HOW.BN
-    PER: tl.constexpr = 32 // BITS if HOW.CODE == "gptq" or HOW.CODE == "awq" else 1
-    IN_TERMS: tl.constexpr = PER > 1 and (HOW.CODE == "gptq") != T.COLUMNS  # what a word has more than one of
-    IN_N: tl.constexpr = PER > 1 and not IN_TERMS
-    n, k, last_n, last_k = n[None, :, None], at_k[:, None, :], N, K
-    row, column, columns = (k, n, N) if T.COLUMNS else (n, k, K)
-    if HOW.CODE != "gptq" and HOW.CODE != "awq" and BITS == 4:
-        shift = tl.where(row < W.col, 4, 0).to(tl.uint8)
-    elif PER > 1:
-        i = tl.arange(0, PER)
-        shift = of_eight(i) * BITS if HOW.CODE == "awq" else i * BITS
-    if W.scales2 is not None:
-        g = tl.load(W.scales2 + tl.minimum(column, columns - 1)).to(tl.int32)
-    elif HOW.BK % (T.N if T.COLUMNS else T.K) == 0:
-        g = (tl.zeros((1,), tl.int32) + col if T.COLUMNS else first)[:, None, None] // HOW.BK
+def _place(col, first, T: tl.constexpr):
+    """The rows and the columns of W where tiles (SLICES,) begin: at column ``col`` of the result and terms ``first``."""
+    col += tl.zeros((T.SLICES,), tl.int32)
+    return (first, col) if T.COLUMNS else (col, first)
+
+
+@triton.jit
+def fours(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
+    """A W of 4-bit codes times x (M, K), terms from ``begin``, a whole step, to ``end``: (BLOCK_N, BLOCK_M). ``COLUMNS``: K
+    counts rows of W."""
+    ROWS: tl.constexpr = T.K if T.COLUMNS else T.N
+    WORDS: tl.constexpr = (T.N if T.COLUMNS else T.K) // 8
+    IN_TILE: tl.constexpr = 8 * WORDS // HOW.GROUP if 8 * WORDS > HOW.GROUP else 1
+    STEP: tl.constexpr = T.SLICES * T.K
+    t, k, i, rows = tl.arange(0, T.M), tl.arange(0, T.K)[None, :], tl.arange(0, T.SLICES) * T.K, K if T.COLUMNS else N
+    r = tl.arange(0, ROWS)[None, :]
+    acc = _zeros(T)
+    # Scales come two steps ahead of the codes they belong to: a nested one takes two loads, one after the other.
+    row, first = _place(col, begin + i, T)
+    scale = _scale(W, _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE), row[:, None] + r, first, rows, HOW, IN_TILE)
+    row, first = _place(col, begin + STEP + i, T)
+    stored = _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE)
+    for k0 in range(begin, end, STEP):
+        row, first = _place(col, k0 + 2 * STEP + i, T)
+        after = _stored(W, row[:, None] + r, first, rows, HOW, IN_TILE)
+        row, first = _place(col, k0 + STEP + i, T)
+        next_scale = _scale(W, stored, row[:, None] + r, first, rows, HOW, IN_TILE)
+        row, first = _place(col, k0 + i, T)
+        word = (first // 8)[:, None] + tl.arange(0, WORDS)[None, :]
+        w = _tile4(W, scale, row[:, None] + r, word, rows, x.p.dtype.element_ty, HOW, T, ROWS, WORDS, IN_TILE)
+        w = tl.reshape(w, (T.SLICES, ROWS, WORDS, 2, 2, 2))
+        xt = _tokens(x, t, (k0 + i)[:, None] + k, M, K, T.EVEN)
+        w, xt = _dealt(tl.permute(w, (0, 2, 1, 3, 4, 5)) if T.COLUMNS else w, xt, T.COLUMNS, True, False, T)
+        acc = _product(acc, w, xt, T)
+        scale, stored = next_scale, after
+    return _in_place(acc, WORDS, 2, T.COLUMNS, True, False, T)
+
+
+@triton.jit
+def in_halves(first, i, SIZE: tl.constexpr, rows, EVEN: tl.constexpr):
+    """Which rows of W the numbers i of a tile are where a byte has codes of two: first those of the lower half of W."""
+    row, half = first // 2 + i % (SIZE // 2), (1 - i // (SIZE // 2)) * (rows // 2)
+    return row + half if EVEN else tl.where(row < rows // 2, row + half, rows)
+
+
+@triton.jit
+def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, HOW: tl.constexpr):
+    """The codes of words that begin at this bit, and 16 bits on. Two of 4 bits become numbers of 16 bits at once, as their last
+    bits: from 2^7 on (bfloat16), or 2^10, integers follow each other."""
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    HALF: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
+    x = x >> SHIFT
+    if HOW.BN == 8:
+        return (tl.join(x & 255, (x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    x = (x & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
+    if HOW.PTX:  # after a shift both would be put together once more
+        low, high = tl.inline_asm_elementwise(APART, "=h,=h,r", [x], (tl.int16, tl.int16), True, 1)
     else:
-        g = column // HOW.BK
-    scale, zero = int_scales(W, row, g, row < (K if T.COLUMNS else N), HOW)
-    if IN_TERMS:
-        k, last_k = ((first // PER)[:, None] + tl.arange(0, T.K // PER)[None, :])[:, None, :], tl.cdiv(K, PER)
-    elif IN_N:
-        n, last_n = (col // PER + tl.arange(0, T.N // PER))[None, :, None], tl.cdiv(N, PER)
-    at = words_at(W, k, n, HOW) if T.COLUMNS else words_at(W, n, k, HOW)
-    x = tl.load(at) if T.EVEN else tl.load(at, mask=(n < last_n) & (k < last_k), other=0)
-    if IN_TERMS:
-        x = x[:, :, :, None] >> shift[None, None, None, :]
-    elif IN_N:
-        x = x[:, :, None, :] >> shift[None, None, :, None]
-    elif BITS == 4:
-        x = x >> shift
-    x = tl.reshape((x & ((1 << BITS) - 1)).to(tl.uint8), (T.SLICES, T.N, T.K))
-    return int_weights(W, x, scale, zero, HOW)
+        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+    return tl.join(low, high).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
+
+
+@triton.jit
+def _word_scales(W, row, column, in_row, in_column, rows, columns, GROUPS: tl.constexpr, HOW: tl.constexpr):
+    """Scales and zeros of tiles that begin at a row and a column of W. GROUPS: of their columns, 0 where tiles cut some."""
+    row, column = row[:, None, None, None, None, None] + in_row, column[:, None, None, None, None, None]
+    if W.scales2 is not None:
+        g = tl.load(W.scales2 + tl.minimum(column + in_column, columns - 1)).to(tl.int32)
+    elif GROUPS:
+        g = column // HOW.BK + tl.arange(0, GROUPS)[None, None, :, None, None, None]
+    else:
+        g = (column + in_column) // HOW.BK
+    return int_scales(W, row, g, row < rows, HOW)
 
 
 @triton.jit
 def ints(x, W, col, begin, end, M, N, K, HOW: tl.constexpr, T: tl.constexpr):
-    """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W."""
-    n, t, slices = col + tl.arange(0, T.N), tl.arange(0, T.M), tl.arange(0, T.SLICES) * T.K
+    """A W of packed integers times x (M, K): (BLOCK_N, BLOCK_M). ``COLUMNS``: K counts rows of W.
+
+    The codes of a word, of columns of W or of rows (AWQ), have three axes: b, of its upper half, p and q. Their number in it is
+    4 b + 2 q + p, or 4 q + 2 p + b (AWQ). Of HQQ's 4 bits p is the half of W, the lower one first."""
+    dtype: tl.constexpr = x.p.dtype.element_ty
+    AWQ: tl.constexpr = HOW.CODE == "awq"
+    HALVES: tl.constexpr = HOW.BN == 4 and HOW.CODE != "gptq" and not AWQ
+    H: tl.constexpr = 2 if HALVES else 1
+    Q: tl.constexpr = 8 // HOW.BN
+    HIGH: tl.constexpr = 8 if AWQ else 1  # rows of a word
+    WIDE: tl.constexpr = 1 if AWQ else 4 * Q // H
+    ROWS: tl.constexpr = (T.K if T.COLUMNS else T.N) // (HIGH * H)  # of words
+    COLUMNS: tl.constexpr = T.N if T.COLUMNS else T.K
+    WORDS: tl.constexpr = COLUMNS // WIDE
+    WHOLE: tl.constexpr = W.scales2 is None and (HOW.BK % COLUMNS == 0 or COLUMNS % HOW.BK == 0)
+    GROUPS: tl.constexpr = 0 if not WHOLE else COLUMNS // HOW.BK if COLUMNS > HOW.BK else 1
+    G: tl.constexpr = GROUPS if GROUPS else WORDS
+    STEP: tl.constexpr = T.SLICES * T.K
+    b, p, q = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, Q)[None, None, :]
+    inside = 4 * q + 2 * p + b if AWQ else WIDE // 2 * b + WIDE // 2 // Q * q + (0 if HALVES else p)
+    rows, columns = (K, N) if T.COLUMNS else (N, K)
+    r, c = tl.arange(0, ROWS)[None, :, None], tl.arange(0, WORDS)[None, None, :]
+    in_row = r[:, :, :, None, None, None] * HIGH + (inside if AWQ else (1 - p) * (rows // 2) if HALVES else 0)
+    in_column = c[:, :, :, None, None, None] * WIDE + (0 if AWQ else inside)
+    t, k, slices = tl.arange(0, T.M), tl.arange(0, T.K)[None, :], tl.arange(0, T.SLICES) * T.K
     acc = _zeros(T)
-    for k0 in range(begin, end, T.SLICES * T.K):
-        at_k = (k0 + slices)[:, None] + tl.arange(0, T.K)[None, :]
-        w = _ints(W, n, at_k, col, k0 + slices, N, K, HOW, T)
-        xt = _tokens(x, t, at_k, M, K, T.EVEN)
-        acc = _product(acc, w.to(x.p.dtype.element_ty), tl.permute(xt, (0, 2, 1)), T)
-    return acc if T.SLICES == 1 else tl.sum(acc, axis=0)
+    row, column = _place(col, begin + slices, T)
+    scale, zero = _word_scales(W, row // H, column, in_row, in_column, rows, columns, GROUPS, HOW)
+    for k0 in range(begin, end, STEP):
+        row, column = _place(col, k0 + STEP + slices, T)  # scales come a step ahead of the codes they belong to
+        next_scale, next_zero = _word_scales(W, row // H, column, in_row, in_column, rows, columns, GROUPS, HOW)
+        row, column = _place(col, k0 + slices, T)
+        at_row, at_column = (row // (HIGH * H))[:, None, None] + r, (column // WIDE)[:, None, None] + c
+        mask = (at_row * HIGH < rows // H) & (at_column * WIDE < columns)
+        at = words_at(W, at_row, at_column, HOW)
+        w = tl.load(at) if T.EVEN else tl.load(at, mask=mask, other=0)
+        v = tl.join(_two(w, 0, dtype, HOW), _two(w, HOW.BN, dtype, HOW))
+        if Q == 2:
+            v = tl.join(v, tl.join(_two(w, 8, dtype, HOW), _two(w, 12, dtype, HOW)))
+        v = tl.reshape(v, (T.SLICES, ROWS, G, WORDS // G, 2, 2, Q))
+        # This axis is new here: else Triton would give codes the registers of their scales, and move them after that.
+        w = int_values(W, v, scale[:, :, :, None, :, :, :], zero[:, :, :, None, :, :, :], dtype, HOW)
+        w = tl.reshape(w, (T.SLICES, ROWS, WORDS, 2, 2, Q))
+        at_k = (k0 + slices)[:, None]
+        xt = _tokens(x, t, in_halves(at_k, k, T.K, K, T.EVEN) if HALVES and T.COLUMNS else at_k + k, M, K, T.EVEN)
+        w = tl.permute(w, (0, 2, 1, 3, 4, 5)) if T.COLUMNS else w
+        w, xt = _dealt(w, xt, AWQ != T.COLUMNS, AWQ, HALVES, T)
+        acc = _product(acc, w, xt, T)
+        scale, zero = next_scale, next_zero
+    return _in_place(acc, WORDS if T.COLUMNS else ROWS, Q, AWQ != T.COLUMNS, AWQ, HALVES, T)
 
 
 @triton.jit

@@ -37,22 +37,31 @@ def parts_config(M: int, r: int, columns: bool) -> PartsConfig:
 
 
 @lru_cache(4096)
-def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capability: int, num_sms: int) -> CodesConfig:
-    """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows.
+def small_codes_config(
+    rows: int, N: int, K: int, bits: int, columns: bool, capability: int, num_sms: int, words: str = ""
+) -> CodesConfig:
+    """``rows``: tokens, padded. ``columns``: the result has the columns of W (backward), and K counts its rows. ``words``: the
+    code of packed integers of 4 bits. A word of AWQ is of eight rows of W, all others are of columns.
 
     sm_90, NF4, from the run h200/quant_forms: 64 columns by four warps, whose products wgmma takes, and as
     many splits as give each multiprocessor several programs, which hide the waits of one another; each split costs what it
     writes and what is read again. ms for 16 tokens, 4096 x 4096 / 14336 x 4096: 0.013 / 0.029; by slices inside of one program
     0.028 / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere by count: these fit, nothing spills.
     """
+    along_n = columns != (words == "awq")
     if not capability:  # interpreted, or an AMD GPU, with 64 KiB of shared memory
-        return CodesConfig(64, 16, 1, 4, 2) if columns else CodesConfig(16, 128, 1 if rows > 16 else 2, 2, 2)
+        return CodesConfig(64, 16, 1, 4, 2) if along_n else CodesConfig(16, 128, 1 if rows > 16 else 2, 2, 2)
     hopper = 90 <= capability < 100
     if hopper and columns and bits == 4:
         config = CodesConfig(512, 32, 1, 4, 3) if rows <= 32 else CodesConfig(256, 32, 1, 4, 4)
         most = min(16, max(4, K // 512), max(1, K // config.BLOCK_K))
         return config._replace(SPLITS=split_of(2 * num_sms, -(-N // config.BLOCK_N), most))
-    if columns:
+    wide = hopper and not columns and words[:4] in ("awq", "gptq")
+    if wide and along_n:  # a thread has eight rows, a whole word
+        config = CodesConfig(256, 64 if rows <= 32 else 32, 1, 4, 4)
+    elif wide:  # 64 rows would have fewer scales than threads, and codes go through shared memory then
+        config = CodesConfig(128, 64, 1, 4, 4)
+    elif along_n:
         config = CodesConfig(64, 32 if hopper else 16, *((4, 4) if rows > 32 else (8, 8)), 3)
     elif hopper and bits == 4 and rows > 32 and N >= 8192:
         config = CodesConfig(128, 128, 1, 8, 3)
@@ -68,7 +77,7 @@ def small_codes_config(rows: int, N: int, K: int, bits: int, columns: bool, capa
         config = CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
     programs = (7 if rows <= 32 else 3.5) if hopper else 1  # for each multiprocessor
     # Parts are written and read again: no more bytes than codes have, and a program has two steps at least.
-    most = min(8, max(1, K // max(16 * rows, 2 * config.BLOCK_K * config.SLICES)))
+    most = min(16 if wide else 8, max(1, K // max(16 * rows, 2 * config.BLOCK_K * config.SLICES)))
     return config._replace(SPLITS=split_of(int(programs * num_sms), -(-N // config.BLOCK_N), most))
 
 
