@@ -46,7 +46,8 @@ def small_codes_config(
     sm_90, NF4, from the run h200/quant_forms: 64 columns by four warps, whose products wgmma takes, and as
     many splits as give each multiprocessor several programs, which hide the waits of one another; each split costs what it
     writes and what is read again. ms for 16 tokens, 4096 x 4096 / 14336 x 4096: 0.013 / 0.029; by slices inside of one program
-    0.028 / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere by count: these fit, nothing spills.
+    0.028 / 0.089. Backward: 512 columns, since a row of W is read in one piece. Elsewhere, and for packed integers, by count:
+    these fit, nothing spills.
     """
     along_n = columns != (words == "awq")
     if not capability:  # interpreted, or an AMD GPU, with 64 KiB of shared memory
@@ -76,8 +77,10 @@ def small_codes_config(
     else:
         config = CodesConfig(16, 128, 4 if K < 4096 else 8, 4 if K < 4096 else 8, 2)
     programs = (7 if rows <= 32 else 3.5) if hopper else 1  # for each multiprocessor
-    # Parts are written and read again: no more bytes than codes have, and a program has two steps at least.
-    most = min(16 if wide else 8, max(1, K // max(16 * rows, 2 * config.BLOCK_K * config.SLICES)))
+    # Parts are written and read again: no more bytes than codes have, and a program has two steps at least. Tiles of 256
+    # columns are few, and would leave half of the GPU idle at 64 tokens: twice as many bytes.
+    tokens = (8 if wide and along_n else 16) * rows
+    most = min(16 if wide else 8, max(1, K // max(tokens, 2 * config.BLOCK_K * config.SLICES)))
     return config._replace(SPLITS=split_of(int(programs * num_sms), -(-N // config.BLOCK_N), most))
 
 
