@@ -45,10 +45,6 @@ def test_rate_and_independence():
     assert abs(correlation(seeds[1:], seeds[:-1])) < 5 / 63e3**0.5
 
 
-def test_high_word_of_the_seed_counts():
-    assert not torch.equal(mask(4, 64, 1), mask(4, 64, 1 + (1 << 32)))
-
-
 def test_a_part_has_the_mask_of_the_whole():
     """However the whole is cut, and beyond 2^32 rows."""
 

@@ -47,18 +47,6 @@ def test_what_one_way_kept_the_other_reads():
             assert_exact(d, want[n], f"{kind} {first} {n}")
 
 
-def test_tokens_behind_the_last_end_are_the_base_layer():
-    """To the bit, in float32 and in half precision; and dx is dy W."""
-    for dtype in (torch.float32, torch.bfloat16):
-        t = case((0, 0, 0), 6, 24, 40, (4, 4, 4), dtype=dtype)
-        x = t.x.clone().requires_grad_()
-        y = together(t._replace(x=x))
-        assert torch.equal(y, torch.nn.functional.linear(x, t.W, t.bias)) or device.NAME != "cpu"
-        dy = dy_of(t)
-        (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(dx, dy @ t.W)
-
-
 def test_an_output_may_be_written_over_unless_backward_reads_it():
     t = case(bias=False).tracked()
     frozen = t._replace(adapters=[p._replace(m=p.m.detach()) for p in t.adapters])

@@ -78,21 +78,3 @@ def test_copies_and_files(tmp_path):
     loaded = safetensors.torch.load_file(file)
     back = DoraParams(**{k: loaded[f"q_proj.{k}"] for k in DoraParams._fields})
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(p, back, strict=True))
-
-
-def test_state_dict_of_a_module_that_holds_them(tmp_path):
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(5, 6).requires_grad_(False)
-            self.dora = torch.nn.ParameterDict(dora_init(self.linear.weight, 2)._asdict())
-
-        def forward(self, x):
-            return dora_linear(x, self.linear.weight, **self.dora, s=2.0, bias=self.linear.bias)
-
-    one, two, x = Layer(), Layer(), torch.randn(3, 5)
-    torch.nn.init.normal_(one.dora["B"])
-    safetensors.torch.save_file(one.state_dict(), tmp_path / "layer.safetensors")
-    assert not torch.equal(one(x), two(x))
-    two.load_state_dict(safetensors.torch.load_file(tmp_path / "layer.safetensors"))
-    assert torch.equal(one(x), two(x))

@@ -108,22 +108,6 @@ def test_a_function_is_called_once_for_a_norm(monkeypatch):
     torch.testing.assert_close(base.double(), dense.double().square().sum(1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer(kind, bias):
-    W, x = weight(kind), x_of()
-    A, B, m = adapter(W)
-    b = torch.randn(N).requires_grad_() if bias else None
-    c = dora_norm(W, A, B, s=S)
-    leaves = [x, A, B, m, *([b] if bias else [])]
-    assert_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, bias=b, norm=c), W, leaves))
-    y = dora_linear(x, W, A, B, m, s=S, bias=b)  # its norm inside
-    truth = reference.dora(*(t.detach().double() for t in (x, W.dequantize(), A, B, m)), S, None if b is None else b.double())
-    assert rel_l2(y.detach(), truth) < 1e-5
-    with torch.no_grad():
-        assert torch.equal(dora_linear(x, W, A, B, m, s=S, bias=b), y)
-
-
 def test_autocast_decodes_to_the_dtype_of_the_products():
     W, x = weight(dtype=torch.float32), x_of()
     A, B, m = adapter(W)

@@ -23,9 +23,6 @@ NAMES = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.float8_e4m3fn: "fp8e4nv",
 }
 INVALID_VALUE = 7
 

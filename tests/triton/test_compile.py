@@ -20,14 +20,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from bench.records import names  # noqa: E402
-from fdora._records import Dropout, Operands  # noqa: E402
 from fdora.predict import GPUS  # noqa: E402
 from fdora.triton.gemm import Epilogue, Masked, Operand, gemm  # noqa: E402
-from fdora.triton.linear import plan_backward, plan_forward  # noqa: E402
 from fdora.triton.runtime.device import Device  # noqa: E402
 from fdora.triton.runtime.plan import Array, Scalar, Tile  # noqa: E402
 from fdora.triton.runtime.private import HAS_PDL, OPTIONS  # noqa: E402
-from fdora.triton.small import Back, small_backward  # noqa: E402
 from fdora.triton.tiles.configs import GemmConfig  # noqa: E402
 from fdora.triton.tiles.product import tiles  # noqa: E402
 from tests.cover import covering  # noqa: E402
@@ -39,9 +36,7 @@ from tests.triton.written import (  # noqa: E402
     arrays,
     by_tma,
     every_call,
-    kernels,
     launches,
-    layer,
     plan_of,
     shipped,
     wants_float8,
@@ -239,22 +234,15 @@ def test_the_front_end_takes_whatever_a_plan_asks_for(asked, name):
         front_end(step, target)
 
 
-def test_the_front_end_sees_red(asked):
-    """An argument that is not there where the flags say it is."""
-    (step, target), _ = next(iter(asked["sum_kernel"].values()))
-    with pytest.raises(Exception, match=r"partial|None"):
-        front_end(step._replace(args=(None, *step.args[1:])), target)
-
-
 # all the way, in every shipped config, with as much in one kernel as a plan ever asks for
 
 WORDS = 8  # bytes of stack: an address
 # Tests of these follow, here or in the files beside: they want other launches than those of every_call, or look closer.
 OWN = ("gemm_pointer", "gemm_tma", "multi_gemm_pointer", "multi_gemm_tma", "multi_epilogue", "multi_codes", "norm", "merge")
-OWN += ("quant", "quant4_strips", "dequantize", "lost", "by_g", "turn", "scale", "small_codes", "codes_parts", "add_parts")
+OWN += ("quant", "quant4_strips", "dequantize", "lost", "by_g", "turn", "small_codes", "codes_parts", "add_parts")
 OWN += ("fp8_blocks", "fp8_gemm", "fp8_rows", "gates", "multi_h", "multi_table")
 STACK = {"embedding": WORDS, "slots": WORDS, "finish": WORDS, "multi_expand": WORDS}  # bytes, where they are not 0
-STACK |= {"small_norm": WORDS, "embedding_tile": 104, "norm_bwd_finish": 32}
+STACK |= {"small_norm": WORDS, "embedding_tile": 104, "norm_bwd_finish": 32, "scale": 2 * WORDS, "shrink": WORDS}
 
 
 @functools.cache
@@ -410,63 +398,3 @@ def test_gemm(target, trans, mode, tmp_path):
     assert plans and all(by_tma(step) == (target in (90, 100)) for plan in plans for step in plan.steps)
     addresses = 3 * WORDS if mode.startswith("scale, residual") else 0  # of a tile read and two written, on sm_100
     assert_builds(plans, target, tmp_path, spill={"gemm_tma_kernel": addresses})
-
-
-SCALES = [*((r, BF16, t) for r in (16, 64, 384) for t in (BF16, FP32)), (16, FP32, FP32)]  # float32: any r
-
-
-@pytest.mark.parametrize(("target", "r", "dtype", "adapter"), on_targets(SCALES, lambda r, dtype, adapter: r == 384))
-@pytest.mark.parametrize("tokens", [16, 4096])
-def test_scale(target, tokens, r, dtype, adapter, tmp_path):
-    x = alike(tokens, 4096, dtype=dtype)
-    la = layer(4096, 4096, r, dtype, adapter, bias=True)
-    likes, options = (x, alike(tokens, r, dtype=dtype), x, x, *la), (0.0, "lora", (True,), True, (True,) * 5)
-    plan = plan_backward(likes, device(target), *options)
-    assert len(launches(plan, "finish")) == (tokens == 4096)
-    assert_builds([plan], target, tmp_path, "scale", {"scale_kernel": 2 * WORDS})
-    if tokens == 4096:
-        assert_builds([plan], target, tmp_path, "finish", {"finish_kernel": WORDS})
-
-
-@pytest.mark.parametrize("r", [16, 64])
-def test_scale_in_long_strips(r, tmp_path, target=90):
-    """g W beside it, so no dz; dB of many tokens in the pass."""
-    x, dy, h = (alike(8192, n, dtype=BF16) for n in (1024, 8192, r))
-    plans = []
-    for bias in (False, True):
-        likes = (x, h, dy, dy, *layer(8192, 1024, r, BF16, BF16, bias=bias))
-        plans.append(plan_backward(likes, device(target), 0.0, "lora", (bias,), True, (True,) * 3 + (bias,) * 2))
-        assert kernels(plans[-1])["by_g_kernel"] == 2 and "factors_kernel" not in kernels(plans[-1])
-    assert_builds(plans, target, tmp_path, "scale")
-    assert_builds(plans, target, tmp_path, "finish", {"finish_kernel": WORDS})
-
-
-@pytest.mark.parametrize("tokens", [1, 64])
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_small(target, tokens, tmp_path):
-    """Both directions with all that comes with them, in one slab of the rank and in several."""
-    plans = []
-    for r, adapter in ((16, BF16), (64, FP32), (384, BF16), (384, FP32)):
-        x, la = alike(tokens, 4096, dtype=BF16), layer(4096, 4096, r, BF16, adapter, bias=True)
-        plans.append(plan_forward((x, *la), device(target), *Dropout(0.0, "lora"), ("pre_scale",), True))
-
-        def onto(plan, x, W, A, B):
-            x, W, A, B = plan.matrix(x), plan.matrix(W), plan.matrix(A), plan.matrix(B)
-            out = Back(plan.result("dx", x.shape, BF16), plan.result("dA", A.shape, A.dtype), x)
-            la = Operands(W, A, B, None, None, None, None)
-            small_backward(plan, x, la, plan.scalar("s"), out, accumulate=True)
-
-        plans.append(plan_of(onto, x, *la[:3], device=device(target)))
-    assert_builds(plans, target, tmp_path, spill={"shrink_kernel": WORDS})
-
-
-@pytest.mark.parametrize("r", [16, 64])
-def test_small_with_its_norm(r, tmp_path):
-    """On Hopper, in each of its tiles."""
-    plans = []
-    for N in (4096, 16384, 20480):
-        x, la = alike(16, 4096, dtype=BF16), layer(N, 4096, r, BF16, BF16, bias=True)
-        la[4] = None
-        plans.append(plan_forward((x, *la), device(90), *Dropout(0.0, "lora"), ("pre_scale",), True))
-    assert len({step.constexprs for plan in plans for step in launches(plan, "small_norm")}) == 3
-    assert_builds(plans, 90, tmp_path, "small_norm", {"small_norm_kernel": WORDS})

@@ -18,38 +18,11 @@ LAYERS = 200
 SIZES = {True: (256, 256), False: (250, 201), "aligned": (250, 200)}
 # W, A and B, rank, and whether N and K are multiples of 128 and rows begin at 16 bytes; or only that
 ALIGNED = "aligned"
-CASES = [
-    *((BF16, BF16, BF16, r, ALIGNED) for r in (16, 24, 64, 96, 128, 384)),
-    (BF16, FP32, FP32, 64, ALIGNED),
-    (BF16, BF16, BF16, 16, True),
-    (BF16, BF16, BF16, 24, True),
-    (BF16, BF16, BF16, 64, True),
-    (BF16, BF16, BF16, 96, True),
-    (BF16, BF16, BF16, 128, True),
-    (BF16, BF16, BF16, 384, True),
-    (BF16, FP32, FP32, 8, True),
-    (BF16, FP32, FP32, 24, True),
-    (BF16, FP32, FP32, 64, True),
-    (BF16, FP32, FP32, 128, True),
-    (BF16, FP32, FP32, 384, True),
-    (BF16, FP32, BF16, 70, True),
-    (FP32, FP32, FP32, 64, True),
-    (BF16, BF16, BF16, 70, False),
-    (FP32, FP32, FP32, 70, False),
-]
-CODED = [
-    (E4M3, BF16, BF16, 8, True),
-    (E4M3, BF16, BF16, 64, True),
-    (E4M3, BF16, BF16, 128, True),
-    (E4M3, BF16, BF16, 384, True),
-    (E4M3, FP32, FP32, 8, True),
-    (E4M3, FP32, FP32, 64, True),
-    (E4M3, FP32, FP32, 128, True),
-    (E4M3, FP32, FP32, 384, True),
-    (torch.int8, BF16, BF16, 64, True),
-    (E4M3, BF16, BF16, 70, False),
-    (E4M3, FP32, FP32, 70, False),
-]
+CASES = [(BF16, BF16, BF16, r, whole) for r in (16, 24, 64, 96, 128, 384) for whole in (ALIGNED, True)]
+CASES += [(BF16, FP32, FP32, 64, ALIGNED), *((BF16, FP32, FP32, r, True) for r in (8, 24, 64, 128, 384))]
+CASES += [(BF16, FP32, BF16, 70, True), (FP32, FP32, FP32, 64, True), *((t, t, t, 70, False) for t in (BF16, FP32))]
+CODED = [(E4M3, t, t, r, True) for t in (BF16, FP32) for r in (8, 64, 128, 384)]
+CODED += [(torch.int8, BF16, BF16, 64, True), *((E4M3, t, t, 70, False) for t in (BF16, FP32))]
 ON_TARGETS = on_targets(CASES, lambda weight, a, b, r, whole: r == 384 or (weight, r) == (FP32, 70))
 CODED_ON_TARGETS = on_targets(CODED, lambda weight, a, b, r, whole: r in (70, 384))
 

@@ -10,31 +10,12 @@ from tests.checks.embedding import CHECKS, S, numbers, table
 from tests.close import rel_l2
 from tests.make import grads
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
-from tests.triton.written import BF16, HOPPER, alike
 
 pytestmark = needs_kernels
 
 
 def norm_of(W, A, B, axis):
     return dora_norm(W.T, A, B, s=S, backend="eager") if axis == 0 else dora_norm(W, B.T, A.T, s=S, backend="eager")
-
-
-def test_more_tokens_than_a_second_axis_of_a_grid_has():
-    """CUDA takes 65,535 programs on it."""
-    from fdora.triton.embedding import plan_embedding
-
-    for r in (16, 64):
-        n = alike(64, dtype=torch.float32)
-        likes = [
-            alike(6_000_000, dtype=torch.int64),
-            alike(9, 64, dtype=BF16),
-            alike(r, 9, dtype=BF16),
-            alike(64, r, dtype=BF16),
-            n,
-            n,
-        ]
-        for step in plan_embedding(likes, HOPPER, False).steps:
-            assert all(size < 65_536 for size in step.grid[1:])
 
 
 def test_a_number_that_is_no_row_has_no_gradient(monkeypatch):

@@ -9,7 +9,6 @@ from fdora import FdoraError
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear_multi, dora_norm, explain
 from fdora.functional.bank import MOST_ADAPTERS, MOST_OF_EACH, MOST_RANK
 from fdora.triton import multi
-from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.written import BF16, FP32, HOPPER, alike, bank, by_tma, calls_of_experts, calls_of_multi, kernels, launches
 
@@ -109,6 +108,10 @@ def call_norm(G, **options):
     return dora_norm, (meta(8, 8), meta(G, 2, 8), meta(G, 8, 2)), {"s": meta(G, dtype=FP32)} | options
 
 
+def call_stack(E, **options):
+    return dora_norm, (meta(E, 8, 8), meta(E, 2, 8), meta(E, 8, 2)), {"s": 1.0} | options
+
+
 TOO_MANY = (
     "fdora.{}: `{}` must be of at most 65535 adapters for kernels, got 65536. "
     "Split them into several calls, or pass backend='eager'."
@@ -118,6 +121,7 @@ REFUSED = {
     call_experts: ("dora_experts", "A"),
     call_mlp: ("dora_experts_mlp", "gate_up.A"),
     call_norm: ("dora_norm", "A"),
+    call_stack: ("dora_norm", "A"),
 }
 
 
@@ -142,24 +146,3 @@ def test_ranks_that_are_too_large():
             explain(fn, *args, **given, gpu="h200")
         words = f"fdora.dora_linear_multi: `A` must be of a rank of at most {most}{beside} for kernels, got {most + 1}."
         assert str(found.value) == f"{words} Pass backend='eager'."
-
-
-def given(t):
-    """A tensor of this shape that has one number."""
-    if not isinstance(t, torch.Tensor):
-        return t
-    return torch.zeros((), dtype=FP32 if t.dtype == BF16 else t.dtype, device=device.NAME).expand(t.shape)
-
-
-def call_stack(E, **options):
-    return dora_norm, (meta(E, 8, 8), meta(E, 2, 8), meta(E, 8, 2)), {"s": 1.0} | options
-
-
-@needs_kernels
-@pytest.mark.parametrize("call", [*REFUSED, call_stack], ids=lambda call: call.__name__)
-def test_calls_refuse_it(call):
-    fn, args, options = call(MOST_ADAPTERS + 1)
-    args = [DoraLayer(*map(given, each)) if isinstance(each, DoraLayer) else given(each) for each in args]
-    with pytest.raises(FdoraError) as found:
-        fn(*args, **{name: given(t) for name, t in options.items()}, backend="triton")
-    assert str(found.value) == TOO_MANY.format(*REFUSED.get(call, ("dora_norm", "A")))

@@ -100,18 +100,6 @@ def assert_as_if_alone(model, x):
         assert rel_l2(got, want) < 1e-2
 
 
-def test_a_wrong_norm_is_noticed_here(counted, norms):
-    from fdora.integrations.peft import use_fdora
-
-    model, x = make(), inputs()
-    model(x)
-    for layer in range(4):
-        norms.of("model")[-1].each[layer].mul_(1.2)
-        with pytest.raises(AssertionError):
-            assert_as_if_alone(model, x)
-        assert_as_if_alone(use_fdora(model), x)
-
-
 def test_every_change_reaches_every_layer(counted):
     from fdora.integrations.peft import use_fdora
 

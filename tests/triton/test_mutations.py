@@ -32,7 +32,11 @@ FAULTS = [
     ("norm", "tl.sqrt_rn(acc) if SQRT else acc", "tl.sqrt_rn(acc)"),
     ("norm", "+ n, squares, mask=rows.inside)", "+ n, squares, mask=rows.inside & (n < N - 1))"),
     ("norm", "after = tl.where(same, before, tl.sqrt_rn(acc))", "after = before"),  # a norm of before is believed
-    ("compose", "if DELTA else gn * (u + v)\n    if bias is not None:\n        out += tl.load(bias + n,", "if DELTA else u + v\n    if bias is not None:\n        out += tl.load(bias + n,"),
+    (
+        "compose",
+        "if DELTA else gn * (u + v)\n    if bias is not None:\n        out += tl.load(bias + n,",
+        "if DELTA else u + v\n    if bias is not None:\n        out += tl.load(bias + n,",
+    ),
     ("compose", "sum_g += tl.sum(d * (u + s * v)", "sum_g += tl.sum(d * u"),
     ("conv", "sum_bias += tl.sum(d, ", "sum_bias = tl.sum(d, "),
     ("merge", "else g * (w + s * acc)", "else w + s * acc"),
@@ -40,7 +44,7 @@ FAULTS = [
     ("embedding", "return w.to(tl.float32) + acc\n", "return w.to(tl.float32) + 2 * acc\n"),
     ("embedding", "cv = tl.sqrt_rn(squares)", "cv = squares"),
     ("multi", "found = tl.load(at)", "found = tl.load(g + n)[None, :]"),  # everybody has the g of the first
-    ("multi", "if OTHER == \"product\":\n            acc += beside", "if OTHER == \"product\":\n            acc += 0.0"),
+    ("multi", 'if OTHER == "product":\n            acc += beside', 'if OTHER == "product":\n            acc += 0.0'),
     ("experts", "bias += tl.cast(first, tl.int64) * BIAS_SPAN", "bias += 0"),
     ("experts", "tl.load(gates + t * k + j, mask", "tl.load(gates + t * k, mask"),
     ("experts", "tl.load(gates + there, mask=t < M, other=0.0).to(tl.float32)", "tl.full((BLOCK_M,), 1.0, tl.float32)"),

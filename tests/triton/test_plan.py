@@ -16,7 +16,7 @@ import fdora.triton
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand, packed, pitch
+from fdora.triton.runtime.layout import ALIGN, collapses, contiguous, is_operand, packed
 from fdora.triton.runtime.plan import WORKSPACE, Array, Launch, Like, Plan, Product, Scalar, Tile
 from tests import device
 from tests.triton.drawn import NAMES, assert_same_bits, results
@@ -135,12 +135,6 @@ def test_packing_at_random():
         assert whole <= 2 * at_once
 
 
-def test_the_checks_above_see_red():
-    with pytest.raises(AssertionError):
-        assert_apart([(0, 300), (256, 10)], {0: (0, 2), 1: (2, 3)})
-    assert_apart([(0, 300), (256, 10)], {0: (0, 1), 1: (2, 3)})
-
-
 @needs_kernels
 @pytest.mark.parametrize("name", NAMES)
 def test_poisoned_memory_changes_nothing(name, monkeypatch):
@@ -231,10 +225,6 @@ def test_which_arguments_are_copied(kind, shape, stride, copied_):
     assert getattr(builder, kind)(None) is None and len(builder.inputs) == 2
     if kind == "operand":
         assert is_operand(shape, stride) != copied_
-
-
-def test_pitch():
-    assert pitch((4, 6), (9, 1)) == 9 and pitch((1, 6), (9, 1)) == 6 and pitch((4, 1, 6), (7, 9, 1)) == 7
 
 
 def test_parts_of_a_matrix():
@@ -387,17 +377,6 @@ def test_the_oldest_plan_may_have_gone_already(monkeypatch):
     for rows in (70, 71, 72):
         assert f(x[:rows]).shape == (rows, 80)
     assert len(taken) == 3  # one for each shape: the norm and the first two took the only place
-
-
-@needs_kernels
-def test_the_second_call_makes_no_plan(chosen_anew):
-    from fdora.triton import linear
-
-    x, f = layer()
-    want = f(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "forward", None)
-        assert torch.equal(f(x.clone()), want)
 
 
 @needs_kernels

@@ -2,7 +2,7 @@
 
 import re
 import struct
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora import quant as quantised
-from fdora.quant import Codes8, Lut4
+from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
 from fdora.triton.quant import plan_quant_norm, quant_norm, stack_norms_of_codes
@@ -29,94 +28,59 @@ from tests.triton.written import (
     forms_of_codes,
     ints_of_codes,
     launches,
+    likes_of_codes,
     likes_of_norm,
     plan_dense,
     plan_dense_norm,
 )
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
-FP32 = torch.float32
+FP32, E4M3 = torch.float32, torch.float8_e4m3fn
+SCALES = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
 BF16 = HALF if INTERPRETED else torch.bfloat16  # and cuts what it should round
 
 
 class Case(NamedTuple):
-    """A weight of codes, and what it decodes to in float32: one product of a value and a scale, rounded once."""
+    """A weight of codes, and what its decoder in torch, which test_weight.py holds to loops in float64, makes of it in float32."""
 
     coded: Coded
     tensors: tuple[torch.Tensor, ...]
     W: torch.Tensor
 
 
-# the values by other formulas than those of the kernels; NF4 as bitsandbytes prints them
-NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
--0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 0.44070982933044434
-0.5626170039176941 0.7229568362236023 1.0"""
-FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
-E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2 ** (e - 1) for e in range(4) for m in range(2)]
-TABLES = {
-    "nf4": torch.tensor([float(v) for v in NF4.split()]),
-    "fp4": torch.tensor([*FP4, *(-v for v in FP4)]),
-    "e2m1": torch.tensor([*E2M1, *(-v for v in E2M1)]),
-}
-SCALES = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-E8M0 = torch.ldexp(torch.ones(255), torch.arange(255) - 127)  # 255 is NaN
+def of_weight(W):
+    W = W.to(device.NAME)
+    return Case(coded_of(W), tuple(tensors_of(W.tensors)), W.dequantize(FP32))
 
 
-def bytes_of(n, below=256, above=0):
-    return torch.randint(above, below, (n,), dtype=torch.uint8)
+def case_of(form, N, K):
+    """Any codes but NaN, and scales near 0.02, in the rows or blocks that the decoder wants."""
+    exponents = getattr(form, "scales", "") == "e8m0"
 
+    def draw(like, low=0, high=256):
+        if like.dtype == FP32:
+            return 0.01 + 0.02 * torch.rand(like.shape)
+        codes = torch.randint(low, high, like.shape, dtype=torch.uint8)
+        return codes.where((like.dtype != E4M3) | (codes & 127 != 127), 0).view(like.dtype)
 
-def scales_of(form, n):
-    """The tensors of n scales near 0.02, and their values in float32."""
-    if form == "nested":
-        code256, second, offset = (
-            torch.sort(torch.rand(256) * 2 - 1)[0],
-            0.01 + 0.01 * torch.rand(-(-n // 256)),
-            torch.tensor(0.03),
-        )
-        codes = bytes_of(n)
-        return (codes, code256, second, offset), code256[codes.long()] * second.repeat_interleave(256)[:n] + offset
-    if form == "e8m0":
-        codes = bytes_of(n, 124, 119)
-        return (codes,), E8M0[codes.long()]
-    if form.startswith("e4m3"):
-        codes, total = bytes_of(n, 0x58, 0x28), torch.tensor([0.0123 if "*" in form else 81.3])
-        return (codes, total), E4M3[codes.long()] * total if "*" in form else E4M3[codes.long()] / total
-    scales = 0.01 + 0.02 * torch.rand(n)
-    return (scales,), scales
+    codes, scales, *rest = likes_of_codes(Coded((N, K), form))
+    around = (119, 124) if exponents else (0x28, 0x58) if scales.dtype == E4M3 else (0, 256)
+    tensors = [draw(codes), draw(scales, *around), *map(draw, rest)]
+    if getattr(form, "scales", "") == "e4m3/global":
+        tensors[2] = 1 / tensors[2]
+    if getattr(form, "layout", "") == "row":
+        tensors[:2] = [t.view(N, -1) if N else t for t in tensors[:2]]
+    if getattr(form, "scale", "") == "block":
+        tensors[1] = tensors[1].view(-1, -(-K // form.block[1]))
+    return of_weight(QuantWeight("fp8" if isinstance(form, Codes8) else "nf4", tuple(tensors), (N, K), FP32, form))
 
 
 def four(table, scales, N, K, group=64, flat=True, high_first=True):
-    codes = bytes_of((N * K + 1) // 2)
-    first, second = (codes >> 4, codes & 15) if high_first else (codes & 15, codes >> 4)
-    values = TABLES[table][torch.stack([first, second], 1).flatten()[: N * K].long()].reshape(N, K)
-    groups = -(-N * K // group) if flat else N * -(-K // group)
-    tensors, each = scales_of(scales, groups)
-    if flat:
-        each = each.repeat_interleave(group)[: N * K].reshape(N, K)
-    else:
-        each = each.reshape(N, -1).repeat_interleave(group, 1)[:, :K]
-    coded = Coded((N, K), Lut4(table, high_first, group, scales, "flat" if flat else "row"))
-    return placed(Case(coded, (codes, *tensors), values * each))
+    return case_of(Lut4(table, high_first, group, scales, "flat" if flat or scales == "nested" else "row"), N, K)
 
 
 def eight(code, mode, N, K, block=(128, 128), unit=1.0):
-    codes = torch.randint(-128, 128, (N, K), dtype=torch.int8)
-    if code == "e4m3":
-        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
-    shape = {"tensor": (1, 1), "row": (N, 1)}.get(mode, (-(-N // block[0]), -(-K // block[1])))
-    scales = 0.01 + 0.02 * torch.rand(shape)
-    each = scales
-    if mode == "block":
-        each = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
-    kept = scales.flatten() if mode != "block" else scales
-    form = Codes8(code, mode, block if mode == "block" else (0, 0), unit)
-    return placed(Case(Coded((N, K), form), (codes, kept), codes.float() * each * torch.tensor(unit)))
-
-
-def placed(case):
-    return Case(case.coded, tuple(t.to(device.NAME) for t in case.tensors), case.W.to(device.NAME))
+    return case_of(Codes8(code, mode, block if mode == "block" else (0, 0), unit), N, K)
 
 
 def adapter(case, r, dtype=HALF):
@@ -154,22 +118,24 @@ SHAPES = (
     (33, 130, 5, 64, True),
     (7, 35, 1, 32, True),
     (37, 100, 100, 32, False),
-    (5, 35, 16, 16, False),
+    (5, 34, 16, 16, False),
     (3, 1000, 16, 4096, True),
     (2, 512, 8, 256, True),
     (1, 1, 1, 32, True),
 )
 
 
-def assert_right(case, r, dtype, s, dense):
-    """The norm, and W to the last bit."""
-    A, B = adapter(case, r, dtype)
-    c = run(case, A, B, s, dense=dense)
-    if dense is not None:
-        c, W = c
-        assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
-        assert torch.equal(dense_of(case, dense), W)
-    assert_norm(c, case.W, A, B, s)
+def assert_right(r, *cases):
+    """The norm, and W to the last bit, with adapters of both widths, s = 0 and a negative one. ``cases``: by turns."""
+    ways = ((HALF, 0.7, HALF), (FP32, -2.0, FP32), (HALF, 0.0, BF16), (FP32, 0.7, None))
+    for case, (dtype, s, dense) in zip(cycle(cases), ways, strict=False):
+        A, B = adapter(case, r, dtype)
+        c = run(case, A, B, s, dense=dense)
+        if dense is not None:
+            c, W = c
+            assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
+            assert torch.equal(dense_of(case, dense), W)
+        assert_norm(c, case.W, A, B, s)
 
 
 def every_pair(tables, *others):
@@ -181,20 +147,14 @@ def every_pair(tables, *others):
 @needs_kernels
 @pytest.mark.parametrize(("table", "scales", "shape"), every_pair([*TABLES], SCALES, SHAPES), ids=str)
 def test_four_bits(table, scales, shape):
-    """The norm, and W to the last bit, with both orders of nibbles, negative s and s = 0, adapters of both widths."""
+    """With both orders of nibbles."""
     N, K, r, group, flat = shape
-    cases = ((HALF, 0.7, True, HALF), (FP32, -2.0, False, FP32), (HALF, 0.0, False, BF16), (FP32, 0.7, True, None))
-    for dtype, s, high_first, dense in cases:
-        case = four(table, scales, N, K, group, flat, high_first)
-        assert_right(case, r, dtype, s, dense)
+    assert_right(r, *(four(table, scales, N, K, group, flat, high_first) for high_first in (True, False)))
 
 
 def ints(make, *args, **sizes):
-    """A weight of tests/quant/make.py, and as its decoder has it, whose values test_weight.py holds to loops in float64."""
-    W, exact = make(*args, **sizes)
-    dense = W.dequantize(FP32)
-    assert (dense - exact).norm() <= 1e-3 * exact.norm()
-    return placed(Case(coded_of(W), tuple(tensors_of(W.tensors)), dense))
+    """A weight of tests/quant/make.py."""
+    return of_weight(make(*args, **sizes)[0])
 
 
 # whole tiles; ragged ones; groups of a tile, shorter and longer ones; a last group that is shorter; one element
@@ -215,11 +175,10 @@ INTS = {
 
 
 @needs_kernels
+@pytest.mark.parametrize("r", [5, 100])
 @pytest.mark.parametrize("name", INTS)
-def test_packed_integers(name):
-    case = INTS[name]()
-    for r, dtype, s, dense in ((24, HALF, 0.7, HALF), (5, FP32, -2.0, FP32), (100, HALF, 0.0, None)):
-        assert_right(case, r, dtype, s, dense)
+def test_packed_integers(name, r):
+    assert_right(r, INTS[name]())
 
 
 @needs_kernels
@@ -293,33 +252,23 @@ def test_eight_bits(code, mode, shape):
     """``UNIT``: int8 as bitsandbytes counts it."""
     (N, K, r), (mode, block) = shape, mode
     code, unit = ("int8", code) if code == UNIT else (code, 1.0)
-    for dtype, s, dense in ((HALF, 0.7, HALF), (FP32, -2.0, FP32), (HALF, 0.0, BF16), (FP32, 0.7, None)):
-        case = eight(code, mode, N, K, block, unit)
-        assert_right(case, r, dtype, s, dense)
+    assert_right(r, eight(code, mode, N, K, block, unit))
 
 
 @needs_kernels
 def test_every_e4m3_and_every_exponent():
     """By bits, subnormal numbers and NaN among them."""
-    codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
-    case = placed(
-        Case(
-            Coded((2, 128), Codes8("e4m3", "tensor", (0, 0), 1.0)),
-            (codes.view(torch.float8_e4m3fn), torch.ones(1)),
-            E4M3.reshape(2, 128),
-        )
-    )
-    A, B = torch.zeros(1, 128, dtype=HALF, device=device.NAME), torch.zeros(2, 1, dtype=HALF, device=device.NAME)
-    for W in (run(case, A, B, 1.0, dense=FP32)[1], dense_of(case, FP32)):
-        torch.testing.assert_close(W, case.W, rtol=0, atol=0, equal_nan=True)
-    exponents = torch.arange(256, dtype=torch.uint8)
-    coded = Coded((256, 32), Lut4("e2m1", False, 32, "e8m0", "row"))
-    codes = torch.full((256 * 16,), 0x22, dtype=torch.uint8)  # ones
-    tensors = tuple(t.to(device.NAME) for t in (codes, exponents))
-    A, B = torch.zeros(1, 32, dtype=HALF, device=device.NAME), torch.zeros(256, 1, dtype=HALF, device=device.NAME)
-    case = Case(coded, tensors, codes)
-    for W in (run(case, A, B, 1.0, dense=FP32)[1].cpu(), dense_of(case, FP32).cpu()):
-        assert torch.equal(W[:255], E8M0[:, None].expand(255, 32)) and W[255].isnan().all()
+    each, ones = torch.arange(256, dtype=torch.uint8), torch.full((256, 16), 0x22, dtype=torch.uint8)
+    for W in (
+        QuantWeight(
+            "fp8", (each.view(2, 128).view(E4M3), torch.ones(1)), (2, 128), FP32, Codes8("e4m3", "tensor", (0, 0), 1.0)
+        ),
+        QuantWeight("mxfp4", (ones, each[:, None]), (256, 32), FP32, Lut4("e2m1", False, 32, "e8m0", "row")),
+    ):
+        case, (N, K) = of_weight(W), W.shape
+        A, B = (torch.zeros(shape, dtype=HALF, device=device.NAME) for shape in ((1, K), (N, 1)))
+        for got in (run(case, A, B, 1.0, dense=FP32)[1], dense_of(case, FP32)):
+            torch.testing.assert_close(got, case.W, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_kernels
@@ -509,8 +458,7 @@ def outputs(ptx, word, held=(), lane=0, more=()):
 @pytest.mark.parametrize("table", TABLES)
 def test_permutes_and_shuffles_find_each_nibble(table):
     """What no machine here can run: each code in each of the eight places, among random others."""
-    assert torch.equal(torch.tensor(quantised.TABLES[table]), TABLES[table])
-    bits = [b & 0xFFFFFFFF for b in TABLES[table].view(torch.int32).tolist()]
+    bits = [b & 0xFFFFFFFF for b in torch.tensor(TABLES[table]).view(torch.int32).tolist()]
     rand = torch.Generator().manual_seed(0)
     held = [outputs(LANE_VALUE[table], 0, lane=lane)[0] for lane in range(32)]
     assert held == 2 * bits

@@ -515,10 +515,14 @@ def calls_of_slots(M, N, dtype):
 
 # Few tokens and many, small ranks and large, every mix of dtypes; sizes that are multiples of 16 and, once, that are not.
 EVERY = [
-    *((calls_of_linear, M, 4096, 4096, r, BF16) for M, r in ((8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384))),
+    *(
+        (calls_of_linear, M, 4096, 4096, r, BF16)
+        for M, r in ((1, 384), (8, 16), (64, 384), (4096, 16), (4096, 64), (4096, 384))
+    ),
+    (calls_of_linear, 64, 4096, 4096, 64, BF16, FP32),
     (calls_of_linear, 130, 137, 70, 20, FP16, FP32),
     (calls_without_norm, 8, 4096, 4096, 16, BF16),
-    (calls_without_norm, 64, 1024, 4096, 64, BF16),
+    *((calls_without_norm, M, N, 4096, 64, BF16) for M, N in ((16, 16384), (16, 20480), (64, 1024))),
     (calls_without_norm, 64, 512, 512, 128, BF16),
     (calls_without_norm, 5, 137, 70, 20, FP16),
     *((calls_of_linear, M, 512, 1024, 16, FP32) for M in (16, 4096)),
