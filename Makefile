@@ -32,7 +32,7 @@ test-all: $(VENV_TARGET)/.dev
 triton: $(VENV_TARGET)/.dev
 	"$(VENV)/bin/python" -m pip install --quiet --no-deps --upgrade --target "$(VENV)-triton" "triton==$(TRITON)"
 	PYTHONPATH="$(VENV)-triton" OMP_NUM_THREADS=1 $(RUN_TESTS) tests/triton/test_compile.py tests/triton/test_compile_tree.py \
-		-k "front_end_takes or (test_norms or test_kept_of_a_call) and 90 and 64 and not aligned"
+		tests/triton/test_compile_small_quant.py -k "front_end_takes or gptq8 or hqq8 or (test_norms or test_kept_of_a_call) and 90 and 64 and not aligned"
 
 lint: $(VENV_TARGET)/.dev
 	"$(VENV)/bin/python" -m ruff check .

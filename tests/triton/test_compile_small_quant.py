@@ -23,6 +23,8 @@ FORMS = {
     "hqq": Ints("hqq torch.bfloat16", 4, 64),
     "gptq": Ints("gptq+1", 4, 128),
     "awq": Ints("awq", 4, 128),
+    "hqq8": Ints("hqq torch.float16", 8, 64),
+    "gptq8": Ints("gptq+1", 8, 128),
 }
 
 
@@ -82,12 +84,13 @@ def assert_moves_no_weight(made, by="cvt.rn.bf16x2.f32"):
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("nvfp4", 80), ("int8", 90), ("fp8", 90), *product(("hqq", "gptq", "awq"), (80, 90, 100))]
+    ("name", "target"),
+    [("nvfp4", 80), *product(("int8", "fp8", "hqq8", "gptq8"), (90,)), *product(("hqq", "gptq", "awq"), (80, 90, 100))],
 )
 def test_other_formats(name, target, tmp_path):
     for M, columns in ((1, False), (32, True), *[(64, False)] * (target == 90)):
         made = builds(steps_of(FORMS[name], target, M, columns), target, tmp_path)
-        if target == 90 and M == 1 and hasattr(FORMS[name], "indexed"):
+        if target == 90 and M == 1 and name in ("hqq", "gptq", "awq"):
             assert_moves_no_weight(made[0], "mul.bf16" if name == "hqq" else "fma.rn.bf16")
 
 

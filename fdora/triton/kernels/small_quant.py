@@ -255,13 +255,15 @@ def _two(x, SHIFT: tl.constexpr, dtype: tl.constexpr, HOW: tl.constexpr):
     HALF: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
     x = x >> SHIFT
     if HOW.BN == 8:
-        return (tl.join(x & 255, (x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    x = (x & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
-    if HOW.PTX:  # after a shift both would be put together once more
-        low, high = tl.inline_asm_elementwise(APART, "=h,=h,r", [x], (tl.int16, tl.int16), True, 1)
+        v = (tl.join(x & 255, (x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
-        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
-    return tl.join(low, high).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
+        x = (x & 0x000F000F) | (0x43004300 if IS_BF16 else 0x64006400)
+        if HOW.PTX:  # after a shift both would be put together once more
+            low, high = tl.inline_asm_elementwise(APART, "=h,=h,r", [x], (tl.int16, tl.int16), True, 1)
+        else:
+            low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+        v = tl.join(low, high).to(HALF, bitcast=True) - (128.0 if IS_BF16 else 1024.0)
+    return v
 
 
 @triton.jit
