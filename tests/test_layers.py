@@ -48,6 +48,7 @@ MAY = {
         "_check",
         "_command",
         "_recording",
+        "_torch",
         "explain_model",
         "functional",
         "predict",
@@ -109,7 +110,7 @@ FOREIGN = {
     "_tuned": {"torch", "triton"},  # their versions
     "jobs.loop": {"torch", "optree", "safetensors"},
     "jobs.causal": {"torch", "peft", "transformers"},  # transformers: its command loads the model
-    "jobs.plan": {"torch", "transformers"},  # whose decoders it records, without data
+    "jobs.plan": {"torch", "optree", "transformers"},  # whose decoders it records, without data
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "jobs.schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known. pydantic: of Axolotl, whose plugins declare their

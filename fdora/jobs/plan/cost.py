@@ -218,4 +218,5 @@ def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part 
     norms = len(setup.adapters) * 2 * part.layers * setup.width * sum(N * K for N, K in model.linears.values()) / rate
     states = 3 + 2 * OPTIMIZERS[setup.optimizer]  # parameter and states read and written, its gradient read
     update = max(linears / profile.bytes, norms) + states * adapters / profile.bytes
-    return Time(*between(setup, tokens, seconds), update)
+    forward, backward, host = between(setup, tokens, seconds)
+    return Time(forward, backward, host, update)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import FdoraError, check_positive, fail
-from fdora.explain_model import CONFIG, is_file, linears_of, load, positive
+from fdora.explain_model import config_file, linears_of, load, positive
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")  # whose decoder layers are recorded
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -66,7 +66,7 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
     Raises:
       FdoraError: no such file; a model type or a field that the planner does not know, or sizes that no model has.
     """
-    config = source if isinstance(source, dict) else load(_file(Path(source)), "jobs.plan")
+    config = source if isinstance(source, dict) else load(config_file(Path(source), "jobs.plan"), "jobs.plan")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = f"Pass the text part of the {kind!r} model." if "text_config" in config else "Others keep other tensors."
@@ -84,7 +84,8 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
             raise wrong(f"whose 'layer_types' has {FULL!r} or {SLIDING!r} for each of its {own} layers", names)
         if count > own:
             raise fail("jobs.plan", "layers", f"at most the {own} of 'layer_types'", repr(count), "Name more there, or none.")
-    known = config_of(config | {"num_hidden_layers": count} | ({"layer_types": names[:count]} if names else {}))
+        config = config | {"layer_types": names[:count]}
+    known = config_of(config | {"num_hidden_layers": count})
     head_dim = getattr(known, "head_dim", None) or hidden // heads
     if head_dim % 2:  # RoPE turns pairs
         raise wrong("with an even 'head_dim'", head_dim)
@@ -128,10 +129,3 @@ def config_of(given: dict[str, Any]) -> Any:
 
 def wrong(what: str, have: object) -> FdoraError:
     return fail("jobs.plan", "model", f"a config {what}", repr(have), "Look into the file.")
-
-
-def _file(path: Path) -> Path:
-    file = next(filter(is_file, (path / CONFIG, path)), None)
-    if file is None:
-        raise fail("jobs.plan", "model", f"a {CONFIG}, or a folder with one", repr(str(path)), "Nothing is downloaded.")
-    return file

@@ -13,17 +13,18 @@ from copy import deepcopy
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fdora._recording import Recording, recording
+from fdora._torch import TorchDispatchMode, storage_of
 from fdora.functional import DoraLayer, dora_linear_group, dora_linear_multi, dora_mlp
 from fdora.functional.backend import RECORDED
 from fdora.functional.explain import kernels_of
+from fdora.functional.layer import parts
 from fdora.jobs.plan.model import ATTENTION, MLP, Model, Part, config_of
 from fdora.jobs.plan.setup import WEIGHTS, Adapter, E, Setup
 from fdora.quant import QuantWeight, quantize
@@ -86,6 +87,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_
     return aten._scaled_dot_product_efficient_attention(q, k, v, added, True)[0]
 
 
+def tensors(tree: Any) -> list[Tensor]:
+    return [t for t in optree.tree_leaves(tree) if isinstance(t, Tensor)]
+
+
 class Counter(TorchDispatchMode):
     """``alive``: bytes of what operations made. ``way``: what was since it was set. ``row``: tokens of a sequence."""
 
@@ -102,17 +107,17 @@ class Counter(TorchDispatchMode):
         before = self.alive
         for t in tensors:
             storage = t.untyped_storage()
-            at_, size = storage._cdata, storage.nbytes()
-            if at_ not in self.known:
+            key, size = storage_of(t), storage.nbytes()
+            if key not in self.known:
                 self.alive += size
-                self.known[at_] = weakref.ref(storage, partial(self.free, at_, size))
+                self.known[key] = weakref.ref(storage, partial(self.free, key, size))
         if self.alive + more > self.way.most:
             self.way = self.way._replace(most=self.alive + more, at=at)
         return self.alive > before
 
-    def free(self, at: int, size: int, _: Any) -> None:
+    def free(self, key: int, size: int, _: Any) -> None:
         self.alive -= size
-        del self.known[at]
+        del self.known[key]
 
     def start(self, kernels: Sequence[Kernel], ops: int, calls: int) -> None:
         way = self.way
@@ -122,11 +127,10 @@ class Counter(TorchDispatchMode):
         out = op(*args, **(kwargs or {}))
         if op.is_view:
             return out
-        given, made = ([t for t in tree_leaves(each) if isinstance(t, Tensor)] for each in ((args, kwargs), out))
-        name = op.overloadpacket.__name__
+        made, name = tensors(out), op.overloadpacket.__name__
         new = self.hold(made, 0, name)
         if op.namespace == "aten" and (new or op._schema.is_mutable) and "empty" not in name:
-            moved = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*given, *made))
+            moved = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*made, *tensors((args, kwargs))))
             self.start([Kernel(*self.product(name, args), moved)], 1, 0)
         return out
 
@@ -149,7 +153,7 @@ class Noted(Recording):
 
     def run(self, plan: Any) -> tuple[Tensor, ...]:
         made, said = super().run(plan), self.describe(plan)
-        self.results, self.plans = [], []  # they would count as alive
+        self.results.clear()  # they would stay alive
         self.counter.hold(made, said.workspace, said.name)
         self.counter.start([Kernel("product", row.flops, row.bytes) for row in said.steps], 0, "forward" in said.name)
         return made
@@ -168,25 +172,30 @@ def layer_of(module: nn.Linear, setup: Setup, adapted: bool) -> DoraLayer:
         return DoraLayer(W, bias=module.bias)
     bank = (len(setup.adapters),) if setup.banked else ()
     dtype = torch.float32 if setup.adapter_bytes == 4 else torch.bfloat16
-    params = [empty(*bank, *shape, dtype=dtype, requires_grad=True) for shape in ((r, K), (N, r), (N,))]
-    return DoraLayer(W, *params, s=1.0, bias=module.bias, norm=empty(*bank, N, dtype=torch.float32))
+    A, B, m = (empty(*bank, *shape, dtype=dtype, requires_grad=True) for shape in ((r, K), (N, r), (N,)))
+    return DoraLayer(W, A, B, m, 1.0, module.bias, empty(*bank, N, dtype=torch.float32))
+
+
+recorded: Any = {"backend": RECORDED}
 
 
 def place(block: Any, model: Model, setup: Setup) -> None:
     """fdora's functions in the place of linear layers, called as ``use_fdora`` or ``fdora.jobs.train`` calls them."""
-    modules = {path.rpartition(".")[2]: each for path, each in block.named_modules() if isinstance(each, nn.Linear)}
+    modules: dict[str, Any] = {
+        path.rpartition(".")[2]: each for path, each in block.named_modules() if isinstance(each, nn.Linear)
+    }
     layers = {name: layer_of(each, setup, name in setup.targets) for name, each in modules.items()}
 
     def one(layer: DoraLayer, x: Tensor) -> Tensor:
-        W, A, B, m, _, bias, norm = layer
+        W, A, B, m, _, bias, norm = parts(layer)
         if A is None or not setup.banked:
-            return dora_linear_group(x, [layer], backend=RECORDED)[0]
-        how: Any = {"dropout_p": 0.1, "dropout_mode": "peft", "seed": 0} if setup.dropout else {}
-        how |= {"s": [1.0] * len(A), "offsets": empty(len(A), dtype=torch.int32), "bias": bias, "norm": norm}
-        return dora_linear_multi(x, W, A, B, m, backend=RECORDED, **how)
+            return dora_linear_group(x, [layer], **recorded)[0]
+        how = {"s": [1.0] * len(A), "offsets": empty(len(A), dtype=torch.int32), "bias": bias, "norm": norm}
+        how |= {"dropout_p": 0.1, "dropout_mode": "peft", "seed": 0} if setup.dropout else {}
+        return dora_linear_multi(x, W, A, B, m, **how, **recorded)
 
     def together(x: Tensor) -> Tensor:
-        q, *rest = dora_linear_group(x, [layers[name] for name in ATTENTION], backend=RECORDED)
+        q, *rest = dora_linear_group(x, [layers[name] for name in ATTENTION], **recorded)
         modules["k_proj"].forward = modules["v_proj"].forward = lambda _: rest.pop(0)
         return q
 
@@ -195,9 +204,10 @@ def place(block: Any, model: Model, setup: Setup) -> None:
             modules[name].forward = partial(one, layer)
     if setup.fuse and setup.targets.issuperset(ATTENTION):
         modules["q_proj"].forward = together
-    if setup.fuse and setup.targets.issuperset((*MLP, "down_proj")):
-        gate_up_down, act = (layers[name] for name in (*MLP, "down_proj")), "gelu_tanh" if "gemma" in model.kind else "silu"
-        block.mlp.forward = lambda x: dora_mlp(x, *gate_up_down, act=act, backend=RECORDED)
+    if setup.fuse and setup.targets.issuperset(MLP):
+        act: Any = "gelu_tanh" if "gemma" in model.kind else "silu"
+        gate, up, down = (layers[name] for name in MLP)
+        block.mlp.forward = lambda x: dora_mlp(x, gate, up, down, act=act, **recorded)
 
 
 @lru_cache(4)
@@ -208,18 +218,16 @@ def network(model: Model) -> Any:
     given = {"model_type": model.kind, "hidden_size": model.hidden, "intermediate_size": model.inner, "num_hidden_layers": 1}
     given |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
     given |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias, "vocab_size": model.vocab}
-    config = config_of(given | {"pad_token_id": None, "attn_implementation": "sdpa"})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config_of(given), dtype=torch.bfloat16).requires_grad_(False)
 
 
 def record(run: Callable[[Tensor], Tensor], shape: Sequence[int], row: int, first: bool = False) -> Piece:
     """What the function does on such an input; ``first``: which hangs on no parameter."""
     counter, (device, describe) = Counter(row), kernels_of("h200")
-    leaf = empty((), requires_grad=not first)
     with recording(device, kind=Noted) as noted, Attention(), counter:
         noted.counter, noted.describe = counter, describe
-        y = run(Edge.apply(leaf, shape))
+        y = run(Edge.apply(empty((), requires_grad=not first), shape))
         kept, forward, end = counter.alive - y.nbytes, counter.take(), Edge.apply(y, ())
         del y
         counter.take()
@@ -254,24 +262,21 @@ def pieces(model: Model, setup: Setup, tokens: int, part: Part) -> list[Piece]:
     """Layers of a stage, and what is behind them. A model's first gets an input that hangs on no parameter; a stage that is not
     the last keeps its output until its gradient comes."""
     # what a recording does not look at, for each to be made once
-    plain = {"checkpointing": False, "microbatches": 1, "optimizer": "adamw", "loss_tokens": None}
+    plain: Any = {"checkpointing": False, "microbatches": 1, "optimizer": "adamw", "loss_tokens": None}
     same = setup._replace(adapters=tuple(Adapter("", setup.width) for _ in setup.adapters), **plain)
     one, out = model._replace(layers=1, window=0, sliding=(), tied=False), E * tokens * model.hidden
-    found = [layer(one, same, tokens, masks(model, setup, n), part.first and n == part.start) for n in part.held]
+    # transformers makes a mask where a window is as long as a sequence, too
+    masked = part.held if setup.packed else model.sliding if setup.length >= model.window else ()
+    found = [layer(one, same, tokens, n in masked, part.first and n == part.start) for n in part.held]
     if part.last:
         return [*found, head(one, tokens, max(1, setup.loss_of(tokens)))]
     return [*found, Piece(out, Way(out, "sent"), Way(out, "sent"), False)]
 
 
-def masks(model: Model, setup: Setup, layer: int) -> bool:
-    """Whether a layer's attention gets a mask. transformers makes one where a window is as long as a sequence, too."""
-    return setup.packed or (layer in model.sliding and setup.length >= model.window)
-
-
 @lru_cache(64)
 def sizes(model: Model, setup: Setup) -> tuple[int, int, int]:
     """Bytes of the linear layers of a block and of its other parameters, and of its adapters."""
-    block = network(model._replace(layers=1, window=0, sliding=(), tied=False)).get_decoder().layers[0]
+    block = network(model).get_decoder().layers[0]
     linears = [each.weight for each in block.modules() if isinstance(each, nn.Linear)]
     rest = sum(p.nbytes for p in block.parameters()) - sum(W.nbytes for W in linears)
     adapters = sum(setup.adapter_elements(*model.linears[name]) for name in setup.targets) * setup.adapter_bytes
