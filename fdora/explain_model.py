@@ -179,7 +179,8 @@ def config_file(path: Path, fn: str, other: str = "") -> Path:
     """The config.json that a path means."""
     file = next(filter(is_file, (path / CONFIG, path)), None)
     if file is None:
-        raise fail(fn, "model", f"a {CONFIG}, a folder with one{other}", repr(str(path)), "Check the path. Nothing is downloaded.")
+        want, remedy = f"a {CONFIG}, a folder with one{other}", "Check the path. Nothing is downloaded."
+        raise fail(fn, "model", want, repr(str(path)), remedy)
     return file
 
 

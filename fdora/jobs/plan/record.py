@@ -224,10 +224,10 @@ def network(model: Model) -> Any:
 
 def record(run: Callable[[Tensor], Tensor], shape: Sequence[int], row: int, first: bool = False) -> Piece:
     """What the function does on such an input; ``first``: which hangs on no parameter."""
-    counter, (device, describe) = Counter(row), kernels_of("h200")
+    counter, leaf, (device, describe) = Counter(row), empty((), requires_grad=not first), kernels_of("h200")
     with recording(device, kind=Noted) as noted, Attention(), counter:
         noted.counter, noted.describe = counter, describe
-        y = run(Edge.apply(empty((), requires_grad=not first), shape))
+        y = run(Edge.apply(leaf, shape))
         kept, forward, end = counter.alive - y.nbytes, counter.take(), Edge.apply(y, ())
         del y
         counter.take()
