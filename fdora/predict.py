@@ -91,9 +91,7 @@ def operations(
         path = "x A^T, then the product"
         forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
     scaled = 2 * M * N + min(M * N, 2 * N * K)
-    scale: list[Op] = [(0, scaled), dB]
-    if r <= FUSE_DB:
-        scale = [(dB[0], scaled + M * r + N * r)]
+    scale = [(dB[0], scaled + M * r + N * r)] if r <= FUSE_DB else [(0, scaled), dB]
     return path, forward, [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)], M * K + M * r, M * N
 
 

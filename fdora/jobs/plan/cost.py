@@ -136,9 +136,7 @@ def capacity(model: Model, setup: Setup, budget: int, part: Part | None = None, 
         return memory(model, setup, n * GRAIN, part, in_flight).peak > budget
 
     most = bisect_left(range(17), True, key=lambda power: full(2**power))  # first by numbers that are recorded
-    if not most:
-        return 0
-    return GRAIN * (bisect_left(range(2**most), True, 2 ** (most - 1), key=full) - 1)
+    return most and GRAIN * (bisect_left(range(2**most), True, 2 ** (most - 1), key=full) - 1)
 
 
 FOLDER = Path(__file__).parent / "profiles"

@@ -106,8 +106,8 @@ def read_model(source: str | Path | dict[str, Any], layers: int | None = None) -
         known.tie_word_embeddings,
         size("sliding_window", window) if sliding else 0,
         sliding,
-        bool(getattr(known, "attention_bias", False)),
-        bool(getattr(known, "mlp_bias", False)),
+        getattr(known, "attention_bias", False),
+        getattr(known, "mlp_bias", False),
     )
 
 

@@ -166,11 +166,11 @@ def stored(W: Tensor, setup: Setup) -> Tensor | QuantWeight:
 
 
 def layer_of(module: nn.Linear, setup: Setup, adapted: bool) -> DoraLayer:
-    """The frozen layer with its adapters, of which several are a bank."""
+    """The frozen layer with its adapters, of which several are a bank. So is one in ``fdora.jobs.train``, which alone drops."""
     W, (N, K), r = stored(module.weight, setup), module.weight.shape, setup.width
     if not adapted:
         return DoraLayer(W, bias=module.bias)
-    bank = (len(setup.adapters),) if setup.banked else ()
+    bank = (len(setup.adapters),) if setup.dropout or len(setup.adapters) > 1 else ()
     dtype = torch.float32 if setup.adapter_bytes == 4 else torch.bfloat16
     A, B, m = (empty(*bank, *shape, dtype=dtype, requires_grad=True) for shape in ((r, K), (N, r), (N,)))
     return DoraLayer(W, A, B, m, 1.0, module.bias, empty(*bank, N, dtype=torch.float32))
@@ -188,7 +188,7 @@ def place(block: Any, model: Model, setup: Setup) -> None:
 
     def one(layer: DoraLayer, x: Tensor) -> Tensor:
         W, A, B, m, _, bias, norm = parts(layer)
-        if A is None or not setup.banked:
+        if A is None or A.dim() == 2:
             return dora_linear_group(x, [layer], **recorded)[0]
         how = {"s": [1.0] * len(A), "offsets": empty(len(A), dtype=torch.int32), "bias": bias, "norm": norm}
         how |= {"dropout_p": 0.1, "dropout_mode": "peft", "seed": 0} if setup.dropout else {}
@@ -263,7 +263,7 @@ def pieces(model: Model, setup: Setup, tokens: int, part: Part) -> list[Piece]:
     the last keeps its output until its gradient comes."""
     # what a recording does not look at, for each to be made once
     plain: Any = {"checkpointing": False, "microbatches": 1, "optimizer": "adamw", "loss_tokens": None}
-    same = setup._replace(adapters=tuple(Adapter("", setup.width) for _ in setup.adapters), **plain)
+    same = setup._replace(adapters=(Adapter("", setup.width),) * len(setup.adapters), **plain)
     one, out = model._replace(layers=1, window=0, sliding=(), tied=False), E * tokens * model.hidden
     # transformers makes a mask where a window is as long as a sequence, too
     masked = part.held if setup.packed else model.sliding if setup.length >= model.window else ()

@@ -54,11 +54,6 @@ class Setup(NamedTuple):
         """Of A, B and m of all adapters on one layer."""
         return len(self.adapters) * (self.width * (N + K) + N)
 
-    @property
-    def banked(self) -> bool:
-        """Whether layers run as in ``fdora.jobs.train``, by ``dora_linear_multi``."""
-        return len(self.adapters) > 1 or self.dropout
-
     def loss_of(self, tokens: int) -> int:
         return tokens if self.loss_tokens is None else tokens * min(self.loss_tokens, self.length) // self.length
 
