@@ -128,8 +128,7 @@ class Counter(TorchDispatchMode):
         if op.is_view:
             return out
         made, name = tensors(out), op.overloadpacket.__name__
-        new = self.hold(made, 0, name)
-        if op.namespace == "aten" and (new or op._schema.is_mutable) and "empty" not in name:
+        if (self.hold(made, 0, name) or op._schema.is_mutable) and op.namespace == "aten" and "empty" not in name:
             moved = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*made, *tensors((args, kwargs))))
             self.start([Kernel(*self.product(name, args), moved)], 1, 0)
         return out
