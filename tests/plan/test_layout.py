@@ -12,6 +12,8 @@ from fdora.jobs.plan.layout import stages_of
 from fdora.jobs.plan.record import Kernel, pieces
 from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS
 
+for package in ("transformers", "triton"):
+    pytest.importorskip(package, reason="a plan records with it; `make test` installs it")
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
 CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
 MODEL = read_model(CONFIG)

@@ -9,6 +9,8 @@ from bench.model import ARCHITECTURES
 from bench.planned import setup_of
 from fdora.jobs.plan import Adapter, Setup, card, memory, read_model, record
 
+for package in ("transformers", "triton"):
+    pytest.importorskip(package, reason="a plan records with it; `make test` installs it")
 PEAKS = records.result("h200/peaks")["rows"]
 TYPES = {"LlamaConfig": "llama", "Gemma3TextConfig": "gemma3_text", "Qwen2Config": "qwen2", "MistralConfig": "mistral"}
 OTHERS = ("llama-3.1-8b", "gemma-3-12b", "qwen2.5-32b", "mistral-small-24b")
