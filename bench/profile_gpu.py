@@ -39,8 +39,8 @@ from bench.processes import run_in_processes
 from bench.save import save
 from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
-from fdora.jobs.plan.tape import attention, linear
-from fdora.jobs.plan.tape import rms_norm as rms_norm_work
+from fdora.functional.backend import RECORDED
+from fdora.jobs.plan.record import Kernel, empty, record
 
 Fn = Callable[[], object]
 
@@ -70,6 +70,12 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def kernels(fn: Callable[[Tensor], Tensor], *shape: int) -> list[Kernel]:
+    """What it starts on an input of this shape, forward and backward."""
+    found = record(fn, shape, 1)
+    return [*found.forward.kernels, *found.backward.kernels]
+
+
 def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
     """``small`` divides sizes, for a smoke test."""
 
@@ -82,10 +88,10 @@ def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
     M, K, N, r = 4096 // small, 4096 // small, 14336 // small, 64 // small
     x, dy, weight, tiny = make(M, K).requires_grad_(), make(M, K), make(K), make(1024)
     start = seconds(lambda: torch.mul(tiny, tiny))
-    there, back, _ = rms_norm_work(M * K)
+    work = kernels(lambda x: rms_norm(x, empty(K)), M, K)
     both = seconds(lambda: torch.autograd.grad(rms_norm(x, weight), x, dy))
-    moved = sum(kernel.bytes for kernel in (*there, *back))
-    found = {"start": start, "bytes": moved / (both - start * (len(there) + len(back)))}
+    moved = sum(kernel.bytes for kernel in work)
+    found = {"start": start, "bytes": moved / (both - start * len(work))}
 
     layers = []
     for rows, columns in ((N, K), (K, N)):
@@ -100,10 +106,15 @@ def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
             y = dora_linear(y, W, A, B, m, s=2.0, norm=c)
         return torch.autograd.grad(y, [x, *(t for layer in layers for t in layer[1:4])], dy)
 
-    work = linear(M, N, K, r, True) + linear(M, K, N, r, True)
-    kernels = (*work.forward, *work.backward)
-    large = [kernel for kernel in kernels if kernel.flops > M * N * K]  # as much as their rate allows; the others, as memory
-    rest = sum(start + kernel.bytes / found["bytes"] for kernel in kernels if kernel not in large)
+    def recorded(x: Tensor) -> Tensor:
+        for W, *params, c in layers:
+            A, B, m = (t.detach().to("meta").requires_grad_() for t in params)
+            x = dora_linear(x, W.to("meta"), A, B, m, s=2.0, norm=c.to("meta"), backend=RECORDED)
+        return x
+
+    work = kernels(recorded, M, K)
+    large = [kernel for kernel in work if kernel.flops > M * N * K]  # as much as their rate allows; the others, as memory
+    rest = sum(start + kernel.bytes / found["bytes"] for kernel in work if kernel not in large)
     took = seconds(layers_there_and_back) - start * len(large) - rest
     found["flops"] = sum(kernel.flops for kernel in large) / took
 
@@ -114,10 +125,9 @@ def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    (one,), (two,), _ = attention(M, M, False, heads * head, kv * head)
-    forward = seconds(torch.no_grad()(attend))
-    found["attention"] = one.flops / forward
-    found["attention_backward"] = two.flops / (seconds(lambda: torch.autograd.grad(attend(), (q, k, v), dy)) - forward)
+    flops, forward = 2 * M * M * heads * head, seconds(torch.no_grad()(attend))
+    both = seconds(lambda: torch.autograd.grad(attend(), (q, k, v), dy))
+    found |= {"attention": flops / forward, "attention_backward": 2.5 * flops / (both - forward)}
     W, A, B, _, _ = layers[0]
     for name, dtype in (("norm16", torch.bfloat16), ("norm32", torch.float32)):
         a, b = A.detach().to(dtype), B.detach().to(dtype)

@@ -64,9 +64,9 @@ def active() -> Recording | None:
 
 
 @contextmanager
-def recording(device: Any, autocast: bool = False) -> Iterator[Recording]:
+def recording(device: Any, autocast: bool = False, kind: Any = Recording) -> Iterator[Any]:
     """Notes what runs inside as on this device; with ``autocast`` x was cast already, and other tensors need not match it."""
-    before, noted = _state.recording, Recording(device, autocast)
+    before, noted = _state.recording, kind(device, autocast)
     _state.recording = noted
     try:
         yield noted

@@ -172,11 +172,16 @@ def read(path: Path, r: int | None) -> Model:
         if r is not None:
             raise fail("explain", "r", "left out for an adapter", r, "The adapter has its own ranks.")
         return from_adapter(path)
+    return from_config(config_file(path, "explain", ", or the folder of a PEFT adapter"), 16 if r is None else r)
+
+
+def config_file(path: Path, fn: str, other: str = "") -> Path:
+    """The config.json that a path means."""
     file = next(filter(is_file, (path / CONFIG, path)), None)
     if file is None:
-        want = f"a {CONFIG}, a folder with one, or the folder of a PEFT adapter"
-        raise fail("explain", "model", want, repr(str(path)), "Check the path; nothing is downloaded.")
-    return from_config(file, 16 if r is None else r)
+        want, remedy = f"a {CONFIG}, a folder with one{other}", "Check the path. Nothing is downloaded."
+        raise fail(fn, "model", want, repr(str(path)), remedy)
+    return file
 
 
 def from_config(file: Path, r: int) -> Model:

@@ -36,7 +36,8 @@ The rates are those of :mod:`fdora.rates`.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 from fdora._check import fail
 from fdora.rates import GPUS as GPUS
@@ -62,75 +63,52 @@ class Prediction(NamedTuple):
     output: int = 0
 
 
-class Operations(NamedTuple):
-    """One layer by the formulas above; ``norm`` is that of fdora alone, for PEFT's is among those of forward. Elements."""
-
-    path: str
-    norm: list[Op]
-    forward: list[Op]
-    backward: list[Op]
-    kept: int
-    output: int = 0
-
-
 def product(M: int, N: int, K: int) -> Op:
     """Of (M, K) and (K, N)."""
     return 2 * M * N * K, M * K + N * K + M * N
 
 
-def operations(M: int, N: int, K: int, r: int, method: Method = "fdora") -> Operations:
-    """The formulas at the head of this file.
-
-    Raises:
-      FdoraError: a size is less than 1, or the method is unknown.
-    """
-    for arg, size in {"M": M, "N": N, "K": K, "r": r}.items():
-        if size < 1:
-            raise fail("predict", arg, "at least 1", size, "It is a number of tokens, features or ranks.")
+def operations(
+    M: int, N: int, K: int, r: int, method: Method, fused_norm: bool
+) -> tuple[str, Sequence[Op], Sequence[Op], int, int]:
+    """The formulas at the head of this file: path, forward, backward, elements that are kept beside the output, and its own."""
     base, h, lora = product(M, N, K), product(M, r, K), product(M, N, r)
     dh, dA, dB = lora, h, lora  # the same sizes, other roles
     stock_backward: list[Op] = [dh, dA, dB, h, base, (0, 3 * M * K)]
     if method == "lora":
         forward = [base, h, lora, (0, 2 * M * N), (0, 3 * M * N)]
-        return Operations("PEFT", [], forward, [(0, 2 * M * N), *stock_backward], M * K + M * r)
+        return "PEFT", forward, [(0, 2 * M * N), *stock_backward], M * K + M * r, 0
     if method == "peft_dora":
-        dense: list[Op] = [
-            (0, K * K),
-            product(K, K, r),
-            product(K, N, r),
-            *((0, passes * N * K) for passes in (2, 3, 1)),
-        ]
-        forward = [base, h, lora, *dense, (0, 12 * M * N)]
-        return Operations("PEFT", [], forward, [(0, 17 * M * N), *stock_backward], M * K + M * r + 2 * M * N)
-    if method != "fdora":
-        raise fail("predict", "method", "'fdora', 'lora' or 'peft_dora'", repr(method), "Compare these.")
-    norm = [product(N, K, r)]
+        passes = [(0, n * N * K) for n in (2, 3, 1)]
+        forward = [base, h, lora, (0, K * K), product(K, K, r), product(K, N, r), *passes, (0, 12 * M * N)]
+        return "PEFT", forward, [(0, 17 * M * N), *stock_backward], M * K + M * r + 2 * M * N, 0
+    norm = product(N, K, r)
     if M <= FEW:
         path = "few tokens: one pass over W"
-        forward = [(base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r)]
+        flops, moved = base[0] + h[0] + lora[0], base[1] + r * K + N * r + M * r
+        forward = [(flops + norm[0], moved)] if fused_norm else [norm, (flops, moved)]
     else:
         path = "x A^T, then the product"
-        forward = [h, (base[0] + lora[0], base[1] + M * r + N * r)]
+        forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
     scaled = 2 * M * N + min(M * N, 2 * N * K)
-    scale: list[Op] = [(0, scaled), dB]
-    if r <= FUSE_DB:
-        scale = [(dB[0], scaled + M * r + N * r)]
-    backward = [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)]
-    return Operations(path, norm, forward, backward, M * K + M * r, M * N)
+    scale = [(dB[0], scaled + M * r + N * r)] if r <= FUSE_DB else [(0, scaled), dB]
+    return path, forward, [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)], M * K + M * r, M * N
 
 
 def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method = "fdora", itemsize: int = 2) -> Prediction:
-    """The least time of :func:`operations`, the norm with those of forward.
+    """The least time by the formulas at the head of this file, the norm with those of forward.
 
     Raises:
       FdoraError: a size is less than 1, or the GPU or the method is unknown.
     """
     if gpu not in GPUS:
         raise fail("predict", "gpu", f"one of {', '.join(GPUS)}", repr(gpu), "Others can be added to fdora/rates.py.")
-    path, norm, forward, backward, kept, output = operations(M, N, K, r, method)
+    for arg, size in {"M": M, "N": N, "K": K, "r": r}.items():
+        if size < 1:
+            raise fail("predict", arg, "at least 1", size, "It is a number of tokens, features or ranks.")
+    if method not in get_args(Method):
+        raise fail("predict", "method", "'fdora', 'lora' or 'peft_dora'", repr(method), "Compare these.")
     rate = GPUS[gpu]
-    if method == "fdora" and M <= FEW and r <= INSIDE and 90 <= rate.capability < 100:
-        forward, norm = [(forward[0][0] + norm[0][0], forward[0][1])], []
-    both = [*norm, *forward], backward
-    seconds = [sum(rate.seconds(f, 0, n * itemsize) for f, n in ops) for ops in both]
+    path, forward, backward, kept, output = operations(M, N, K, r, method, r <= INSIDE and 90 <= rate.capability < 100)
+    seconds = [sum(rate.seconds(f, 0, n * itemsize) for f, n in ops) for ops in (forward, backward)]
     return Prediction(path, seconds[0], seconds[1], kept * itemsize, output * itemsize)

@@ -128,7 +128,7 @@ PLAN = {
     "Card": "(name, bytes, profile, measured)",
     "Layout": "(kind, gpus, fuse, checkpointing, tokens, memory, capacity, fits, seconds, tokens_per_second, bubble, stages)",
     "Memory": "(linears, embeddings, adapters, optimizer, gradients, norms, workspace, activations, temporary, at)",
-    "Model": "(kind, layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied, head_norms, sandwich, window, sliding, biases)",
+    "Model": "(kind, layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied, window, sliding, attention_bias, mlp_bias)",
     "Part": "(layers, first=True, last=True, start=0)",
     "Plan": "(model, setup, card, gpus, tokens, layouts)",
     "Profile": "(flops, bytes, start, attention, attention_backward, norm16, norm32, host, layer, gather=0.0, send=0.0)",

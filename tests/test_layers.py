@@ -47,10 +47,14 @@ MAY = {
     "jobs.plan": {
         "_check",
         "_command",
+        "_recording",
+        "_torch",
         "explain_model",
+        "functional",
         "predict",
+        "quant",
         "jobs.schedule",
-    },  # shapes in, bytes and seconds out: nor does it
+    },  # shapes in, bytes and seconds out: it records calls of functional
     "jobs.loop": {
         "_check",
         "_torch",
@@ -106,6 +110,7 @@ FOREIGN = {
     "_tuned": {"torch", "triton"},  # their versions
     "jobs.loop": {"torch", "optree", "safetensors"},
     "jobs.causal": {"torch", "peft", "transformers"},  # transformers: its command loads the model
+    "jobs.plan": {"torch", "optree", "transformers"},  # whose decoders it records, without data
     # of the extra of that name, each imported inside the one function that wants it; no torch
     "jobs.schedule": {"numpy", "scipy", "matplotlib"},
     # transformers: a dependency of PEFT; by its activations a gated MLP is known. pydantic: of Axolotl, whose plugins declare their

@@ -112,6 +112,19 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
     return Explanation(fn.__name__, *choice, rates, plans, kept, (*notes, *weights))
 
 
+def kernels_of(gpu: str) -> tuple[Any, Callable[..., Any]]:
+    """What a recording is told of a GPU of this name in ``fdora.predict.GPUS``, and what describes a plan.
+
+    Raises:
+      FdoraError: Triton is missing.
+    """
+    triton, missing = load_kernels()
+    if triton is None:
+        raise FdoraError(f"fdora.explain: kernels are recorded with Triton's help, but {missing}. Install triton.")
+    rates = GPUS[gpu]
+    return triton.device.of_gpu(0, rates.capability, rates.num_sms), triton.describe.describe
+
+
 def _coded(arguments: dict[str, Any]) -> dict[str, QuantWeight]:
     """The quantised weights of a call, by name; not those of a tree."""
     layers = {f"layers[{i}].W": layer for i, layer in enumerate(arguments.get("layers", ()))}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fdora.jobs.plan import Adapter, Setup, memory, read_model
-from fdora.jobs.plan.decoder import decoder
 from tests.memory import held_bytes
 
 peft = pytest.importorskip("peft", reason="compares with PEFT's models; `make test` installs it")
@@ -84,29 +83,3 @@ def test_layers_that_are_not_targets_keep_nothing_of_their_own():
     setup = Setup(LENGTH, (Adapter("", R),), adapter_bytes=2, targets=frozenset({"q_proj", "v_proj", "down_proj"}))
     said = memory(found, setup, SEQUENCES * LENGTH).activations
     assert said == pytest.approx(kept(model, base, LENGTH), rel=0.02)
-
-
-def test_workspaces_are_those_of_the_plans():
-    """Temporaries of backward, of one layer and of a whole MLP: the kernels' own plans."""
-    pytest.importorskip("triton", reason="plans need Triton; `make test` installs it")
-    from fdora.functional import DoraLayer, dora_linear, dora_mlp, explain
-
-    M, H, F, r = 4096, 1024, 3072, 64
-
-    def layer(N, K):
-        make = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
-        A, B, m = (make(*shape).requires_grad_() for shape in ((r, K), (N, r), (N,)))
-        return DoraLayer(make(N, K), A, B, m, 1.0, None, make(N, dtype=torch.float32))
-
-    x = torch.empty(M, H, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    up = layer(F, H)
-    config = SIZES | {"model_type": "llama", "hidden_size": H, "intermediate_size": F, "head_dim": 256}
-    for fuse, said in {
-        False: explain(dora_linear, x, up.W, up.A, up.B, up.m, s=1.0, norm=up.norm, gpu="h200"),
-        True: explain(dora_mlp, x, layer(F, H), up, layer(H, F), act="silu", gpu="h200"),
-    }.items():
-        setup = Setup(M, (Adapter("", r),), fuse=fuse)
-        ops = [op for segment in decoder(read_model(config), setup, M).segments for op in segment.ops]
-        mine = next(op for op in ops if op.name == ("1.mlp" if fuse else "1.up_proj"))
-        assert mine.backward == pytest.approx(said.plans[-1].workspace, rel=0.02)
-        assert mine.forward == pytest.approx(said.plans[0].workspace, abs=4 * 2**20)

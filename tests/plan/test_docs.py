@@ -3,11 +3,15 @@
 import json
 import re
 
+import pytest
+
 from fdora.jobs.plan import Adapter, Setup, capacity, read_model
 from fdora.jobs.plan.__main__ import main
 from fdora.jobs.plan.model import FAMILIES
 from tests.snippets import ROOT, programs, ran
 
+for package in ("transformers", "triton"):
+    pytest.importorskip(package, reason="a plan records with it; `make test` installs it")
 TEXT = (ROOT / "docs/predict.md").read_text()
 
 

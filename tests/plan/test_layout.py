@@ -5,13 +5,15 @@ import json
 import pytest
 
 from fdora import FdoraError
-from fdora.jobs.plan import Adapter, Card, Part, Setup, capacity, card, memory, plan, read_model, times
+from fdora.jobs.plan import Adapter, Card, Part, Profile, Setup, capacity, card, memory, plan, read_model, times
 from fdora.jobs.plan.__main__ import main, read_adapters
 from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.layout import stages_of
-from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS
-from fdora.jobs.plan.tape import Kernel, Profile, attention, linear
+from fdora.jobs.plan.record import Kernel, pieces
+from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS
 
+for package in ("transformers", "triton"):
+    pytest.importorskip(package, reason="a plan records with it; `make test` installs it")
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
 CONFIG |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
 MODEL = read_model(CONFIG)
@@ -29,22 +31,12 @@ def test_capacity_is_the_most_that_fits():
     assert capacity(MODEL, SETUP, 2**20) == 0
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4_nested", "int8", "fp8_blocks"])
-def test_stored_bytes_of_a_kind_are_those_of_the_format(kind):
-    """Two linears of a layer, quantised by fdora.quant; scales of rows are left out (0.1 %)."""
-    import torch
-
-    from fdora.quant import quantize
-
-    W = torch.randn(512, 1024)
-    more = {"block": (128, 128)} if kind == "fp8_blocks" else {"nested": True} if kind == "nf4_nested" else {}
-    stored = quantize(W, kind.removesuffix("_nested").removesuffix("_blocks"), **more).nbytes
-    bytes_each, decoded = WEIGHTS[kind]
-    # a table of 256 values, an offset, and one scale for each row
-    assert decoded and W.numel() * bytes_each == pytest.approx(stored, abs=4 * (512 + 256 + 2))
+@pytest.mark.parametrize(("kind", "bytes"), [("nf4", 0.5625), ("nf4_nested", 0.516), ("int8", 1.0), ("fp8_blocks", 1.0)])
+def test_stored_bytes_of_a_kind_are_those_of_the_format(kind, bytes):
+    """Of a weight, but for scales of rows, tables and offsets."""
     dense, coded = memory(MODEL, SETUP, 1024), memory(MODEL, SETUP._replace(weights=kind), 1024)
-    assert coded.linears == int(dense.linears / 2 * bytes_each) and coded.embeddings == dense.embeddings
-    assert coded.activations == dense.activations and coded.peak < dense.peak
+    assert coded.linears == pytest.approx(dense.linears / 2 * bytes, rel=5e-3) and coded.embeddings == dense.embeddings
+    assert coded.activations == pytest.approx(dense.activations, rel=1e-3) and coded.peak < dense.peak
 
 
 def test_components_by_hand():
@@ -53,7 +45,8 @@ def test_components_by_hand():
     assert found.norms == 4 * 6 * sum(N for N, _ in MODEL.linears.values()) and found.gradients == found.adapters
     several = memory(MODEL, SETUP._replace(adapters=(Adapter("a", 16), Adapter("b", 4))), 1024)
     one = memory(MODEL, SETUP, 1024)
-    assert several.adapters == 2 * one.adapters and several.activations == one.activations  # a bank is as wide as its widest
+    assert several.adapters == 2 * one.adapters  # a bank is as wide as its widest
+    assert several.activations == pytest.approx(one.activations, rel=1e-5)  # but for where the tokens of each begin
     tied = memory(read_model(CONFIG | {"tie_word_embeddings": True}), SETUP, 1024)
     assert one.embeddings - tied.embeddings == 2 * 4096 * 1024
     assert memory(MODEL, SETUP, 1024, Part(2, True, False)).embeddings == 2 * (4096 * 1024 + 2 * 2 * 1024)
@@ -74,21 +67,30 @@ def test_optimizers_and_checkpointing_and_fuse_save_what_they_should():
     assert base.activations - few.activations == 4 * (4096 - 4) * 4096
 
 
+def flops(way, *kinds):
+    return sum(kernel.flops for kernel in way.kernels if kernel.kind in kinds)
+
+
 def test_a_layer_multiplies_what_it_must():
-    """Forward and backward of a linear layer: 2 M N K each, and its low rank six times."""
-    M, N, K, r = 512, 256, 128, 8
-    found = linear(M, N, K, r, True)
-    assert sum(k.flops for k in found.forward) == 2 * M * (N * K + r * K + N * r)
-    assert sum(k.flops for k in found.backward) == 2 * M * (N * K + 2 * r * K + 2 * N * r)
-    frozen = linear(M, N, K, 0, True)
-    assert [k.flops for k in (*frozen.forward, *frozen.backward)] == [2 * M * N * K] * 2
-    full, masked = attention(1024, 1024, False, 64, 64), attention(1024, 1024, True, 64, 64)
-    assert full.forward[0].flops == 2 * 1024 * 1024 * 64  # two products, half masked
-    assert masked.forward[0].flops == 2 * full.forward[0].flops
+    """Forward and backward 2 M N K for each linear layer, and its low rank six times; two products of attention, half masked, and
+    by a mask all of it; the head."""
+    M, r, sizes = 1024, 16, MODEL.linears.values()
+    base, low = (2 * M * sum(found) for found in ([N * K for N, K in sizes], [r * (N + K) for N, K in sizes]))
+    _, layer, head = pieces(MODEL._replace(layers=2), SETUP, M, Part(2))
+    assert flops(layer.forward, "product") == base + low
+    assert flops(layer.backward, "product") == base + 2 * low
+    assert [flops(way, "product") for way in head[1:3]] == [2 * M * MODEL.vocab * MODEL.hidden] * 2
+    full, masked = layer, pieces(MODEL._replace(layers=2), SETUP._replace(packed=True), M, Part(2))[1]
+    assert flops(full.forward, "attention") == 2 * M * M * MODEL.hidden
+    assert flops(full.backward, "attention_backward") == 2.5 * flops(full.forward, "attention")
+    assert flops(masked.forward, "attention") == 2 * flops(full.forward, "attention")
+    assert flops(masked.backward, "attention_backward") == 2 * flops(full.backward, "attention_backward")
+    frozen = pieces(MODEL._replace(layers=2), SETUP._replace(targets=frozenset(["q_proj"])), M, Part(2))[1]
+    assert flops(frozen.forward, "product") == base + 2 * M * r * 2048
 
 
 def test_times_add_up():
-    assert PROFILE._replace(start=2.0).seconds((Kernel(1e12, 0), Kernel(0, 3e10))) == 8.0
+    assert PROFILE._replace(start=2.0).seconds((Kernel("product", 1e12, 0), Kernel("product", 0, 3e10))) == 8.0
     plain, again = (times(MODEL, SETUP._replace(checkpointing=c), 1024, PROFILE) for c in (False, True))
     inside = times(MODEL, SETUP, 1024, PROFILE, Part(6, False, False))  # without head and loss
     assert again.backward - plain.backward == pytest.approx(inside.forward) and again.forward == plain.forward
@@ -175,7 +177,7 @@ def test_command_line(tmp_path, capsys):
     assert f"{said['layouts'][0]['memory']['peak'] / 2**30:.2f}" in out
     held = said["layouts"][0]["memory"]
     assert held["peak"] == held["resident"] + held["gradients"] + held["activations"] + held["temporary"]
-    assert said["gpu"]["profile"] == PROFILE._asdict() and said["model"]["biases"] == []
+    assert said["gpu"]["profile"] == PROFILE._asdict() and said["model"]["mlp_bias"] is False
     folder = tmp_path / "law"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import torch
 
 from fdora import FdoraError
 from fdora.jobs.plan import Adapter, Part, Setup, capacity, memory, plan, read_model, times
-from fdora.jobs.plan.model import FAMILIES
 from tests.plan.test_layout import CONFIG, PROFILE, SETUP, SMALL
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,16 +27,16 @@ GEMMA = CONFIG | {"model_type": "gemma3_text", "head_dim": 128, "sliding_window"
         (CONFIG | {"model_type": ["llama"]}, r"got \['llama'\]"),
         (CONFIG | {"num_key_value_heads": 3}, "'num_key_value_heads' divides its 8 'num_attention_heads', got 3"),
         (CONFIG | {"num_key_value_heads": 16}, "got 16"),
-        (CONFIG | {"head_dim": 127}, "an even 'head_dim', got 127"),
-        (CONFIG | {"hidden_size": 1000}, "an even 'head_dim', got 125"),
+        (CONFIG | {"head_dim": 127}, "head_dim.*127"),
+        (CONFIG | {"hidden_size": 1000}, "head_dim.*125"),
         (CONFIG | {"model_type": "mistral", "sliding_window": "4k"}, "'sliding_window'"),
-        (CONFIG | WINDOWS | {"max_window_layers": "2"}, "an integer 'max_window_layers', got '2'"),
+        (CONFIG | WINDOWS | {"max_window_layers": "2"}, "'max_window_layers' expected int.*'2'"),
         (CONFIG | WINDOWS | {"layer_types": [FULL] * 5}, "each of its 6 layers"),
         (CONFIG | WINDOWS | {"layer_types": ["chunked_attention"] * 6}, "'chunked_attention'"),
         (CONFIG | WINDOWS | {"layer_types": 6}, "'layer_types' has .*, got 6"),
         (CONFIG | WINDOWS | {"layer_types": [SLIDING] * 6, "use_sliding_window": False}, "a window for its sliding layers"),
         (GEMMA | {"sliding_window": None}, "a window for its sliding layers"),
-        (GEMMA | {"sliding_window_pattern": 0}, "'sliding_window_pattern', got 0"),
+        (GEMMA | {"sliding_window_pattern": 0}, "that transformers reads, got 'ZeroDivisionError"),
     ],
 )
 def test_models_that_are_refused(config, said):
@@ -78,7 +76,6 @@ def test_which_layers_have_a_window():
         ({"model_type": "llama"}, ()),
         ({"model_type": "gemma3_text"}, (0, 1, 2, 3, 4)),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, (0, 2, 4)),
-        ({"model_type": "gemma3_text", "_sliding_window_pattern": 3}, (0, 1, 3, 4)),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 1, "sliding_window": None}, ()),
     ]:
         found = read_model(CONFIG | WINDOWS | more)
@@ -111,18 +108,6 @@ def test_what_transformers_makes_of_a_config():
         assert read_model(given).sliding == read_model(config.to_dict()).sliding == want
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_biases_are_those_of_transformers(kind):
-    """A config may name biases that the code of its model does not have."""
-    transformers = pytest.importorskip("transformers", reason="compares with its models; `make test` installs it")
-    asked = CONFIG | {"head_dim": 128, "num_hidden_layers": 1, "attention_bias": True, "mlp_bias": True}
-    sizes = {key: value for key, value in asked.items() if key != "model_type"}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
-    biases = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith("proj.bias")}
-    assert read_model(asked | {"model_type": kind}).biases == biases
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -150,8 +135,9 @@ def test_a_stage_has_the_layers_that_it_holds():
         at = times(model, setup, 1024, PROFILE, ours)
         assert at == times(alone, setup, 1024, PROFILE, begin)
         more = times(model, setup, 1024, PROFILE, begin).forward - at.forward
-        # of a layer with a window: k and v once for each q, and by a mask all is compared with all, by two products
-        assert more == pytest.approx(2 * 4 * 1024 * 1024 / PROFILE.bytes + 2 * 1024**3 / PROFILE.attention)
+        # of a layer with a window: k and v once for each q, a mask to be added, and all is compared with all, by two products
+        moved = 2 * 2 * (256 + 1024) * 1024 + (1 + 2) * 1024 * 1024
+        assert more == pytest.approx(moved / PROFILE.bytes + 2 * 1024**3 / PROFILE.attention)
     assert memory(model, SETUP, 1024, ours).activations < memory(model, SETUP, 1024, begin).activations  # a mask less
     short = SETUP._replace(length=256)  # no longer than a window: nothing is masked
     assert memory(model, short, 1024, ours)._replace(at="") == memory(model, short, 1024, begin)._replace(at="")

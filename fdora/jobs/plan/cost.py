@@ -2,24 +2,27 @@
 or what the host takes to start them.
 
     step = max( microbatches (forward + backward) + update,  microbatches x host )
+    time = sum over kernels of  start + max(flops / rate, bytes / bandwidth)
 
 The rates are measured (profiles/, written by ``bench.profile_gpu``), or where they are not the maker's, for which times are
-floors; kernels and bytes are those of :mod:`fdora.jobs.plan.tape`. An
-update forms all norms again, for A and B are new, and moves each parameter with its gradient and states.
+floors; kernels and bytes are those of :mod:`fdora.jobs.plan.record`. An update forms all norms again, for A and B are new, and
+moves each parameter with its gradient and states. A layer that is checkpointed keeps its input alone, and runs forward again
+before its backward.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import check_positive, fail
-from fdora.jobs.plan.decoder import E, decoder
 from fdora.jobs.plan.model import Model, Part
-from fdora.jobs.plan.setup import OPTIMIZERS, WEIGHTS, Setup, check_setup
-from fdora.jobs.plan.tape import Profile, walk
+from fdora.jobs.plan.record import Kernel, pieces, sizes
+from fdora.jobs.plan.setup import OPTIMIZERS, E, Setup, check_setup
 from fdora.predict import GPUS
 
 # Work spaces that cuBLAS allocates through torch on Hopper, 32 MiB each: of the thread of forward, of that of backward, and
@@ -28,6 +31,26 @@ WORKSPACE = 3 * 32 * 2**20
 # Of a GPU's memory: CUDA's own, and what the pool of the allocator cannot use.
 SPARE = 0.06
 GRAIN = 256  # tokens
+
+
+class Profile(NamedTuple):
+    """Measured rates per second, and seconds; see ``bench/profile_gpu.py``."""
+
+    flops: float
+    bytes: float
+    start: float
+    attention: float
+    attention_backward: float
+    norm16: float  # flops of the norms, of adapters of 16 and of 32 bits
+    norm32: float
+    host: float
+    layer: float
+    gather: float = 0.0  # 0: not measured
+    send: float = 0.0
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        rates = {"product": self.flops, "attention": self.attention, "attention_backward": self.attention_backward}
+        return sum(self.start + max(each.flops / rates[each.kind], each.bytes / self.bytes) for each in kernels)
 
 
 class Memory(NamedTuple):
@@ -55,17 +78,30 @@ class Memory(NamedTuple):
         return self.resident + self.gradients + self.activations + self.temporary
 
 
-def elements(model: Model, setup: Setup, part: Part) -> tuple[int, int, int]:
-    """Of frozen linears; of embedding, head and norms; of adapters."""
-    shapes = model.linears
-    frozen = sum(N * K for N, K in shapes.values())
-    adapters = sum(setup.adapter_elements(*shapes[name]) for name in setup.targets)
-    norms = (4 if model.sandwich else 2) * model.hidden + (2 * model.head_dim if model.head_norms else 0)
-    biases = sum(shapes[name][0] for name in model.biases)
-    table = model.vocab * model.hidden
-    tables = 1 if model.tied and part.first and part.last else part.first + part.last
-    rest = part.layers * (norms + biases) + tables * table + (model.hidden if part.last else 0)
-    return part.layers * frozen, rest, part.layers * adapters
+def walk(model: Model, setup: Setup, tokens: int, part: Part) -> tuple[int, int, str]:
+    """Bytes that forward keeps, the most at once, and where that is."""
+    x, alive, seen = E * tokens * model.hidden, 0, []
+    gradients = 0 if setup.microbatches > 1 else sizes(model, setup)[2]
+    found = [(piece, setup.checkpointing and piece.layer) for piece in pieces(model, setup, tokens, part)]
+    for piece, again in found:
+        seen.append((alive + piece.forward.most, f"forward: {piece.forward.at}"))
+        alive += x if again else piece.kept
+    kept = alive
+    for piece, again in reversed(found):
+        alive -= x if again else piece.kept
+        if again:  # beside the gradient of its output
+            seen.append((alive + x + piece.forward.most, f"forward again: {piece.forward.at}"))
+        seen.append((alive + again * x + piece.backward.most, f"backward: {piece.backward.at}"))
+        alive += gradients * piece.layer
+    return kept, *max(seen)
+
+
+def between(setup: Setup, tokens: int, of: Callable[[int], Sequence[float]]) -> list[float]:
+    """Recorded are powers of two, where all tokens have a mask by all also eight numbers between these; what is between two of
+    them is nearly linear."""
+    step = max(1, 2 ** (tokens.bit_length() - 1) // (8 if setup.packed else 1))
+    low, rest = tokens // step * step, tokens % step
+    return [a + (b - a) * rest / step for a, b in zip(of(low), of(low + step if rest else low), strict=True)]
 
 
 def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in_flight: int = 1) -> Memory:
@@ -74,22 +110,21 @@ def memory(model: Model, setup: Setup, tokens: int, part: Part | None = None, in
     for arg, value in {"tokens": tokens, "in_flight": in_flight}.items():
         check_positive("jobs.plan", arg, value, "It is how many there are at once.")
     part = Part(model.layers) if part is None else part
-    frozen, rest, adapters = elements(model, setup, part)
-    gradients, net = adapters * setup.adapter_bytes if setup.microbatches > 1 else 0, decoder(model, setup, tokens, part)
-    found = walk(net.segments, net.sizes, net.inputs, gradients)
+    linears, rest, adapters = (part.layers * each for each in sizes(model, setup))
+    tables = 1 if model.tied and part.first and part.last else part.first + part.last
+    kept, most = map(round, between(setup, tokens, lambda n: walk(model, setup, n, part)[:2]))
     norms = 4 * len(setup.adapters) * part.layers * sum(model.linears[name][0] for name in setup.targets)
-    most = max(found.most, found.gradients)  # the optimizer makes nothing
     return Memory(
-        int(frozen * WEIGHTS[setup.weights][0]),
-        E * rest,
-        adapters * setup.adapter_bytes,
-        OPTIMIZERS[setup.optimizer] * adapters * setup.adapter_bytes,
-        gradients,
+        linears,
+        rest + E * model.hidden * (tables * model.vocab + part.last),
+        adapters,
+        OPTIMIZERS[setup.optimizer] * adapters,
+        adapters if setup.microbatches > 1 else 0,
         norms,
         WORKSPACE,
-        in_flight * found.kept,
-        most - found.kept,
-        found.at,
+        in_flight * kept,
+        most - kept,
+        walk(model, setup, 2 ** (tokens.bit_length() - 1), part)[2],
     )
 
 
@@ -97,18 +132,11 @@ def capacity(model: Model, setup: Setup, budget: int, part: Part | None = None, 
     """Tokens that a microbatch may hold, in multiples of 256; 0 where nothing fits."""
     check_positive("jobs.plan", "budget", budget, "It is in bytes.")
 
-    def fits(n: int) -> bool:
-        return memory(model, setup, n * GRAIN, part, in_flight).peak <= budget
+    def full(n: int) -> bool:
+        return memory(model, setup, n * GRAIN, part, in_flight).peak > budget
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**16:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * GRAIN
+    most = bisect_left(range(17), True, key=lambda power: full(2**power))  # first by numbers that are recorded
+    return most and GRAIN * (bisect_left(range(2**most), True, 2 ** (most - 1), key=full) - 1)
 
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -171,19 +199,22 @@ def read(path: Path) -> dict[str, Any]:
 def times(model: Model, setup: Setup, tokens: int, profile: Profile, part: Part | None = None) -> Time:
     """The predicted time of a microbatch of so many tokens, and of an update."""
     part = Part(model.layers) if part is None else part
-    forward = backward = host = 0.0
-    for segment in decoder(model, setup, tokens, part).segments:
-        for op in segment.ops:
-            there, back = profile.seconds(op.work.forward), profile.seconds(op.work.backward)
-            kernels = 0 if op.work.calls else len(op.work.forward) + len(op.work.backward)
-            own = kernels * profile.host + op.work.calls * profile.layer
+
+    def seconds(tokens: int) -> tuple[float, float, float]:
+        forward = backward = host = 0.0
+        for piece in pieces(model, setup, tokens, part):
+            again = setup.checkpointing and piece.layer
+            there, back = profile.seconds(piece.forward.kernels), profile.seconds(piece.backward.kernels)
+            own = (piece.forward.ops + piece.backward.ops) * profile.host + piece.forward.calls * profile.layer
             forward += there
-            backward += back + (there if segment.checkpointed else 0.0)
-            host += own * (1.5 if segment.checkpointed else 1.0)
-    frozen, _, adapters = elements(model, setup, part)
-    stored = frozen * WEIGHTS[setup.weights][0]
+            backward += back + again * there
+            host += own * (1 + again / 2)
+        return forward, backward, host
+
+    linears, _, adapters = (part.layers * each for each in sizes(model, setup))
     rate = profile.norm16 if setup.adapter_bytes == 2 else profile.norm32
-    norms = len(setup.adapters) * 2 * frozen * setup.width / rate
+    norms = len(setup.adapters) * 2 * part.layers * setup.width * sum(N * K for N, K in model.linears.values()) / rate
     states = 3 + 2 * OPTIMIZERS[setup.optimizer]  # parameter and states read and written, its gradient read
-    update = max(stored / profile.bytes, norms) + states * adapters * setup.adapter_bytes / profile.bytes
+    update = max(linears / profile.bytes, norms) + states * adapters / profile.bytes
+    forward, backward, host = between(setup, tokens, seconds)
     return Time(forward, backward, host, update)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from fdora._check import check_positive, fail
 from fdora.jobs.plan.cost import SPARE, Card, Memory, capacity, card, memory, times
 from fdora.jobs.plan.model import Model, Part
-from fdora.jobs.plan.setup import Setup, check_setup
-from fdora.jobs.plan.tape import E
+from fdora.jobs.plan.setup import E, Setup, check_setup
 from fdora.jobs.schedule import Sample, simulate
 
 GATHERED = 2  # blocks

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fdora._check import check_positive, fail
 
+E = 2  # bytes of an activation
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# bytes of a weight, and whether it is decoded for a product of many tokens: codes, and scales for each group
-WEIGHTS = {
-    "bf16": (2.0, False),
-    "nf4": (0.5 + 4 / 64, True),  # absolute maxima in float32
-    "nf4_nested": (0.5 + 1 / 64 + 4 / (64 * 256), True),  # maxima in 8 bits, their scales in float32
-    "fp4": (0.5 + 4 / 64, True),
-    "mxfp4": (0.5 + 1 / 32, True),
-    "nvfp4": (0.5 + 1 / 16, True),
-    "int8": (1.0, True),  # a scale for each row is left out, here and below
-    "fp8": (1.0, True),
-    "fp8_blocks": (1.0 + 4 / 128**2, True),
-}
+# what fdora.quant makes of a weight
+WEIGHTS: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in ("nf4", "fp4", "mxfp4", "nvfp4", "int8", "fp8")}
+WEIGHTS |= {"bf16": {}, "nf4_nested": {"kind": "nf4", "nested": True}, "fp8_blocks": {"kind": "fp8", "block": (128, 128)}}
 OPTIMIZERS = {"adamw": 2, "sgd": 0, "momentum": 1}  # states of the size and dtype of the parameter
 
 
@@ -61,10 +53,6 @@ class Setup(NamedTuple):
     def adapter_elements(self, N: int, K: int) -> int:
         """Of A, B and m of all adapters on one layer."""
         return len(self.adapters) * (self.width * (N + K) + N)
-
-    def decoded(self, elements: int) -> int:
-        """Bytes of a dense copy of a weight while it is multiplied."""
-        return 2 * elements if WEIGHTS[self.weights][1] else 0
 
     def loss_of(self, tokens: int) -> int:
         return tokens if self.loss_tokens is None else tokens * min(self.loss_tokens, self.length) // self.length
