@@ -113,5 +113,6 @@ def test_what_is_missing_is_said(monkeypatch):
 
 def test_layers_as_train_runs_them_draw_a_mask():
     """Its value before g stays, and D(x) is drawn anew: more is kept, and more at once."""
-    plain, dropped = (memory(MODEL, Setup(1024, (Adapter("a", 16),), dropout=drops), 1024) for drops in (False, True))
+    two = Adapter("a", 16), Adapter("b", 16)
+    plain, dropped = (memory(MODEL, Setup(1024, two, dropout=drops), 1024) for drops in (False, True))
     assert dropped.activations > 1.2 * plain.activations

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fdora._recording import Recording, recording
 from fdora._torch import TorchDispatchMode, storage_of
 from fdora.functional import DoraLayer, dora_linear_group, dora_linear_multi, dora_mlp
+from fdora.functional.act import gated_act
 from fdora.functional.backend import RECORDED
 from fdora.functional.explain import kernels_of
 from fdora.functional.layer import parts
@@ -165,11 +166,11 @@ def stored(W: Tensor, setup: Setup) -> Tensor | QuantWeight:
 
 
 def layer_of(module: nn.Linear, setup: Setup, adapted: bool) -> DoraLayer:
-    """The frozen layer with its adapters, of which several are a bank. So is one in ``fdora.jobs.train``, which alone drops."""
+    """The frozen layer with its adapters."""
     W, (N, K), r = stored(module.weight, setup), module.weight.shape, setup.width
     if not adapted:
         return DoraLayer(W, bias=module.bias)
-    bank = (len(setup.adapters),) if setup.dropout or len(setup.adapters) > 1 else ()
+    bank = (len(setup.adapters),) if setup.has_banks else ()
     dtype = torch.float32 if setup.adapter_bytes == 4 else torch.bfloat16
     A, B, m = (empty(*bank, *shape, dtype=dtype, requires_grad=True) for shape in ((r, K), (N, r), (N,)))
     return DoraLayer(W, A, B, m, 1.0, module.bias, empty(*bank, N, dtype=torch.float32))
@@ -203,10 +204,13 @@ def place(block: Any, model: Model, setup: Setup) -> None:
             modules[name].forward = partial(one, layer)
     if setup.fuse and setup.targets.issuperset(ATTENTION):
         modules["q_proj"].forward = together
+    act: Any = "gelu_tanh" if "gemma" in model.kind else "silu"
     if setup.fuse and setup.targets.issuperset(MLP):
-        act: Any = "gelu_tanh" if "gemma" in model.kind else "silu"
         gate, up, down = (layers[name] for name in MLP)
         block.mlp.forward = lambda x: dora_mlp(x, gate, up, down, act=act, **recorded)
+    elif setup.has_banks or setup.packed:
+        gate, up, down = (modules[name] for name in MLP)
+        block.mlp.forward = lambda x: down(gated_act(gate(x), up(x), act, **recorded))
 
 
 @lru_cache(4)

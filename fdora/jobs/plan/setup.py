@@ -46,6 +46,11 @@ class Setup(NamedTuple):
         return tokens if self.packed else self.length
 
     @property
+    def has_banks(self) -> bool:
+        """Several adapters are a bank. So is one in ``fdora.jobs.train``, which alone drops."""
+        return self.dropout or len(self.adapters) > 1
+
+    @property
     def width(self) -> int:
         """Rows of A that a layer has: those of the largest rank, for a bank is as wide as that."""
         return max(adapter.r for adapter in self.adapters)
