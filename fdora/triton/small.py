@@ -32,6 +32,7 @@ from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_ker
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import cdiv, is_tma_compatible
 from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime.private import NARROW
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config
 from fdora.triton.tiles.few import LIMIT, takes_narrow_tiles
@@ -174,7 +175,7 @@ def _of_codes(plan: Builder, W: Packed, columns: bool, ends: Ends, of: dict[str,
     (M, N, K, r), (_, capability, num_sms, pdl) = (of[size] for size in "MNKR"), plan.device
     weight = _codes(W, capability)
     # Forward, 8 columns of tokens are no product of wgmma's: 1 token then takes twice the time of 16 (H200, Triton 3.6).
-    rows = 8 if columns and M <= 8 else power_of_two(M)
+    rows = NARROW if columns and M <= NARROW else power_of_two(M)
     of_words = W.form.code if isinstance(W.form, Ints) and W.form.bits == 4 else ""
     config = config or small_codes_config(rows, N, K, weight["HOW"].BITS, columns, capability, num_sms, of_words)
     step = config.BLOCK_K * config.SLICES

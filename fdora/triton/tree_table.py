@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fdora.quant import QuantWeight
 from fdora.triton.codes import block_of, code_of, coded_of, has_ptx
+from fdora.triton.kernels.decode import How
 from fdora.triton.kernels.tree import WORDS16, WORDS32, WORDS64, Of
 from fdora.triton.runtime.device import cdiv
 from fdora.triton.tiles.configs import TreeConfig, tree_config
@@ -81,12 +82,13 @@ class Row(NamedTuple):
 
 
 def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: int) -> Row:
-    (N, K), R, code, shared = W.shape, A.shape[0], ("", False, False), (0, ALL, ALL)
+    (N, K), R, how, shared = W.shape, A.shape[0], None, (0, ALL, ALL)
     if isinstance(W, QuantWeight):
         form: Any = coded_of(W).form
         stored: Any = W.tensors
         W, scales, *_ = stored
-        code = code_of(form), code_of(form) == "e4m3" and capability < 89, has_ptx(capability)
+        by_bits = code_of(form) == "e4m3" and capability < 89
+        how = How(8, code_of(form), False, 1, "block", False, True, by_bits, 1, 1, has_ptx(capability))
         shared = _address(scales), *{"tensor": (ALL, ALL), "row": (1, ALL)}.get(form.scale, block_of(form))
     units = tuple(map(_unit, (W, A, B)))
     even = N % 128 == 0 and K % 128 == 0
@@ -94,12 +96,12 @@ def _row(i: int, W: Any, A: Tensor, B: Tensor, s: float, at: int, capability: in
     # Hopper's tiles bear masks beside a W of half precision: nothing spills. A vision tower's 4304 x 1152 has them.
     whole = all(units) and (even or (W.element_size() == 2 and 90 <= capability < 100))
     config = tree_config(R, half, W.element_size() <= 2, whole, capability)
-    if code[0] and not (even and all(units)):  # masks of every element beside codes and split factors would spill
+    if how is not None and not (even and all(units)):  # masks of every element beside codes and split factors would spill
         config = config._replace(BLOCK_N=32)
     dtypes = tuple(_DTYPES[t.dtype] for t in (W, A, B))
     split = torch.float32 in (A.dtype, B.dtype)
     tile, whole = (config.BLOCK_N, config.BLOCK_K, config.BLOCK_R, CHUNK, config.AHEAD), R % config.BLOCK_R == 0
-    of = Of._make((*dtypes, *units, even, whole, R <= config.BLOCK_R, split, *code, *tile))
+    of = Of._make((*dtypes, *units, even, whole, R <= config.BLOCK_R, split, how, *tile))
     sizes, strides = (*map(_address, (W, A, B)), N, K, R), (*W.stride(), *A.stride(), *B.stride())
     items, bits = cdiv(N, config.BLOCK_N) * cdiv(K, CHUNK), unpack("i", pack("f", s))[0]
     named_by = KIND + 16 * A.element_size() + 256 * B.element_size()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.decode import How, beside, byte_weights
+from fdora.triton.kernels.decode import beside, byte_weights
 from fdora.triton.kernels.hash import hashed_between, mixed
 from fdora.triton.kernels.split import scaling
 from fdora.triton.kernels.tile import put, vector, zeros
@@ -31,7 +31,7 @@ WORDS64, WORDS32, WORDS16 = map(tl.constexpr, range(3))  # a form: packed words 
 class Of(NamedTuple):
     """What the layers of a launch have in common. A ``DTYPE`` is Triton's name of it; a ``UNIT``: see _unit in
     fdora/triton/tree_table.py; ``EVEN``, ``EVEN_R``: N and K, and the rank, are of whole tiles; ``ONE_SLAB`` holds the rank;
-    ``SPLIT``: a factor is float32; ``AHEAD``: see TreeConfig."""
+    ``SPLIT``: a factor is float32; ``HOW`` codes lie, or None; ``AHEAD``: see TreeConfig."""
 
     DTYPE_W: Any
     DTYPE_A: Any
@@ -43,9 +43,7 @@ class Of(NamedTuple):
     EVEN_R: Any
     ONE_SLAB: Any
     SPLIT: Any
-    CODE: Any
-    BY_BITS: Any
-    PTX: Any
+    HOW: Any
     BLOCK_N: Any
     BLOCK_K: Any
     BLOCK_R: Any
@@ -199,7 +197,7 @@ def layer_of(t, L, OF: tl.constexpr):
 
 @triton.jit
 def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
-    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With a CODE W is of 8 bits,
+    """Item i of the layer whose column t is: the partial sums of BLOCK_N rows and CHUNK columns. With HOW W is of 8 bits,
     and so many rows and columns share a scale: a tile lies in one of these columns. ``tops``: where tops_kernel wrote, or
     None: looked for here."""
     of_w, of_a, of_b, sizes = layer_of(t, L, OF)
@@ -228,11 +226,12 @@ def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
     if OF.ONE_SLAB:
         at_b = _tile(B, stride_bn, stride_br, OF.BLOCK_N, OF.BLOCK_R, OF.UNIT_B)
         b = _terms(_load(at_b, (n < N)[:, None], (r < R)[None, :], OF.EVEN, OF.EVEN_R), by_n, OF.SPLIT)
-    if OF.CODE != "":
+    if OF.HOW is not None:
         columns = tl.load(t + F_COLUMNS * L).to(tl.int32)
         at_scale = tl.load(t + F_SCALES * L).to(tl.pointer_type(tl.float32))
         at_scale += (n // tl.load(t + F_ROWS * L).to(tl.int32)).to(tl.int64) * tl.cdiv(K, columns)
     squares = zeros(OF.BLOCK_N)
+    HOW: tl.constexpr = OF.HOW
     AHEAD: tl.constexpr = OF.AHEAD if OF.ONE_SLAB and OF.AHEAD else None
     for k0 in tl.range(first_k, min(K, first_k + OF.CHUNK), OF.BLOCK_K, num_stages=AHEAD):
         in_k = (k0 + tl.arange(0, OF.BLOCK_K) < K)[None, :]
@@ -252,9 +251,8 @@ def squares_of_item(t, L, i, partial, tops, OF: tl.constexpr):
                 acc = _product(_terms(b, by_n, OF.SPLIT), _terms(a, by_k, OF.SPLIT), acc, OF.SPLIT)
         if OF.SPLIT:
             acc = acc * undo_n * undo_k
-        if OF.CODE != "":
+        if OF.HOW is not None:
             scale = tl.load(at_scale + k0 // columns, mask=n < N, other=0.0)[:, None]
-            HOW: tl.constexpr = How(8, OF.CODE, False, 1, "block", False, True, OF.BY_BITS, 1, 1, OF.PTX)
             w = byte_weights(beside(w, acc, HOW), scale, HOW)
             w = w if OF.EVEN else tl.where(in_k, w, 0.0)
         v = w.to(tl.float32) + s * acc

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-try:  # Triton 3.5 and later
+IS_3_4 = triton.__version__.startswith("3.4.")
+HAS_PDL = not IS_3_4  # it has the functions, and its compiler cannot call them
+NARROW = 16 if IS_3_4 else 8  # columns that a product has at least
+if HAS_PDL:
     from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
     from triton.language.extra.cuda import gdc_wait as gdc_wait
-
-    HAS_PDL = True
-except ImportError:
-    HAS_PDL, gdc_launch_dependents, gdc_wait = False, None, None
+else:
+    gdc_launch_dependents = gdc_wait = None
 
 _knobs = triton.knobs.runtime
 INTERPRETED = bool(_knobs.interpret)
