@@ -918,3 +918,37 @@ def test_a_launch_names_every_parameter_of_its_kernel(change, says):
 
     with pytest.raises(TypeError, match=re.escape(f"a launch of noted {says}")):
         plan_of(write, alike(4, 4, dtype=FP32))
+
+
+@needs_gpu
+def test_threads_on_a_gpu():
+    def many(rows):
+        leaves, f = layer(rows)
+        want = step(f, leaves)
+        return all(torch.equal(a, b) for _ in range(20) for a, b in zip(step(f, leaves), want, strict=True))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(many, (30, 140, 30, 150)))
+
+
+@needs_gpu
+def test_the_current_stream_and_graphs():
+    leaves, f = layer(200)
+
+    def fresh():  # a leaf remembers the stream it was first used on, which a capture cannot wait for
+        return [t.detach().requires_grad_() for t in leaves]
+
+    want = step(f, fresh())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        leaves[0].data.mul_(2)
+        once = step(f, fresh())
+    torch.cuda.current_stream().wait_stream(side)
+    assert not torch.equal(once[0], want[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(f, fresh())
+    leaves[0].data.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))
