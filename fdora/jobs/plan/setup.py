@@ -10,8 +10,9 @@ from fdora._check import check_positive, fail
 E = 2  # bytes of an activation
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # what fdora.quant makes of a weight
-WEIGHTS: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in ("nf4", "fp4", "mxfp4", "nvfp4", "int8", "fp8")}
-WEIGHTS |= {"bf16": {}, "nf4_nested": {"kind": "nf4", "nested": True}, "fp8_blocks": {"kind": "fp8", "block": (128, 128)}}
+WEIGHTS: dict[str, dict[str, Any]] = {"bf16": {}}
+WEIGHTS |= {kind: {"kind": kind} for kind in ("nf4", "fp4", "mxfp4", "nvfp4", "int8", "fp8")}
+WEIGHTS |= {"nf4_nested": {"kind": "nf4", "nested": True}, "fp8_blocks": {"kind": "fp8", "block": (128, 128)}}
 OPTIMIZERS = {"adamw": 2, "sgd": 0, "momentum": 1}  # states of the size and dtype of the parameter
 
 
