@@ -8,6 +8,7 @@ import fdora
 import fdora.functional as F
 from fdora import FdoraError
 from fdora._dispatch import choose
+from fdora.functional.act import gated_act
 from fdora.quant import quantize
 
 N, K, r = 6, 5, 2
@@ -222,6 +223,8 @@ MESSAGES = [
     (lambda: mlp(down=layer()), "fdora.dora_mlp: `down.W` must be (N, F) with F=6 (from `gate.W`), got (6, 5). Did you pass down.W transposed? Pass down.W.T."),
     (lambda: mlp(down=layer().W), "fdora.dora_mlp: down: `layer` must be a DoraLayer, got a Tensor. Write DoraLayer(W, A, B, m, s=s)."),
     (lambda: mlp(gate=layer(B=torch.randn(r, N))), "fdora.dora_mlp: gate: `B` must be (N, r) with N=6 (from `W`), r=2 (from `A`), got (2, 6). Did you pass B transposed? Pass B.T."),
+    (lambda: gated_act(torch.ones(3, 4), torch.ones(2, 4)), "fdora.gated_act: `up` must be (3, 4), torch.float32 on cpu, as `gate` is, got (2, 4), torch.float32 on cpu. Compute both from the same x."),
+    (lambda: gated_act(torch.ones(3, 4), torch.ones(3, 4), "relu"), "fdora.gated_act: `act` must be one of silu, gelu, gelu_tanh, got 'relu'. Compute other activations with torch."),
     (lambda: mlp(act="relu"), "fdora.dora_mlp: `act` must be one of silu, gelu, gelu_tanh, got 'relu'. Other activations need dora_linear for each layer."),
     # many adapters, experts
     (lambda: multi(offsets=torch.tensor([1, 3], dtype=torch.int32), ranks=2), "fdora.dora_linear_multi: `ranks` must be a sequence of ints, got a int. One for each adapter, at most the r of A."),

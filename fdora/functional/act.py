@@ -34,7 +34,7 @@ def gated_act(
     """
     if act not in ACTS:
         raise fail("gated_act", "act", f"one of {', '.join(ACTS)}", repr(act), "Compute other activations with torch.")
-    like, have = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (gate, up))
-    if like != have:
+    if (gate.shape, gate.dtype, gate.device) != (up.shape, up.dtype, up.device):
+        like, have = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (gate, up))
         raise fail("gated_act", "up", f"{like}, as `gate` is", have, "Compute both from the same x.")
     return run(gate, up, act, select_backend(gate, backend=backend).name)
