@@ -78,8 +78,8 @@ def stack_norms(W: QuantWeight, A: Tensor, B: Tensor, s: float, backend: str, wa
 
 
 def base_sqnorm(W: QuantWeight, max_bytes: int | None, backend: str) -> Tensor:
-    budget, rows = _budget(W, max_bytes), rows_of(W)
-    return torch.cat([OPS[backend].base_sqnorm(rows(i, j), budget) for i, j in _parts(W, budget)])
+    rows = rows_of(W)
+    return torch.cat([OPS[backend].base_sqnorm(rows(i, j), budget) for i, j, budget in norm_parts(W, max_bytes)])
 
 
 def merge(W: QuantWeight, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float, backend: str) -> tuple[QuantWeight, Tensor]:
@@ -111,13 +111,11 @@ def smallest_bytes(W: QuantWeight, A: Tensor, B: Tensor, factored: bool) -> int:
 
 
 def norm_parts(W: QuantWeight, max_bytes: int | None) -> list[tuple[int, int, int]]:
-    """Runs of rows that are decoded together, and the bytes that the norm of each may take."""
-    budget = _budget(W, max_bytes)
-    return [(i, j, budget // 2) for i, j in _parts(W, budget)]
-
-
-def _budget(W: QuantWeight, max_bytes: int | None) -> int:
-    return default_bytes(W.device) if max_bytes is None else max_bytes
+    """Runs of rows that are decoded together, and the bytes that the norm of each may take: half of all. The other half is the
+    decoded rows."""
+    budget, (N, K) = default_bytes(W.device) if max_bytes is None else max_bytes, W.shape
+    rows = max(1, budget // (2 * acc_dtype(W.dtype).itemsize * max(1, K)))
+    return [(i, j, budget // 2) for i, j in blocks(N, rows)]
 
 
 def rows_of(W: QuantWeight) -> Rows:
@@ -140,9 +138,3 @@ def decoded(W: QuantWeight) -> Tensor:
         return noted.decode(W, 0, W.shape[0], torch.float32)
     with torch.no_grad():
         return kind_of(W.kind).dequantize(W, 0, W.shape[0])
-
-
-def _parts(W: QuantWeight, budget: int) -> list[tuple[int, int]]:
-    """Half of the budget is the decoded rows, the other half what the norm of them takes."""
-    N, K = W.shape
-    return list(blocks(N, max(1, budget // (2 * acc_dtype(W.dtype).itemsize * max(1, K)))))
