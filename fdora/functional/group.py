@@ -88,8 +88,6 @@ def dora_linear_group(
         return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
     x, of, computes = cast_x(fn, x, layers[0].W), labelled(fn, layers), (compute, grad_compute)
     drop = dropout_of(dropout_p, dropout_mode)
-    if computes != (None, None):
-        check_computes(computes, x, {label: layer.W for label, layer in of.items()}, drop.mode)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)
     return tuple(run(x, of, seeds, keep_inner, drop, name, detach, computes))
@@ -179,6 +177,8 @@ def run(
     """One node of layers that passed the checks, by the names that errors have. ``computes``: of forward and of gradients.
     ``call``: fields of a node's Call; with its ``seen`` the forward asks for the norms; with ``act`` keep_inner is for the last
     layer."""
+    if computes != (None, None):
+        check_computes(computes, x, {label: layer.W for label, layer in layers.items()}, drop.mode)
     operands, options, (fp8, fp8_grad) = [], [], on_gpu(next(iter(layers)), computes, x, backend)
     for (label, layer), seed in zip(layers.items(), seeds, strict=True):
         W, A, B, m, s, bias, _ = layer

@@ -14,7 +14,7 @@ from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
 from fdora.functional.group import check_members, run, seeds_for
 from fdora.functional.layer import DoraLayer
-from fdora.functional.linear import cast_x, check_computes, check_dropout, dropout_of
+from fdora.functional.linear import cast_x, check_dropout, dropout_of
 
 
 def dora_mlp(
@@ -84,8 +84,6 @@ def dora_mlp(
         options |= {"act": act, "compute": compute, "grad_compute": grad_compute}
         return _sharded.mlp(dora_mlp, x, (gate, up, down), dropout_p, seed, mask_origin, **options)
     x, drop, computes = cast_x(fn, x, gate.W), dropout_of(dropout_p, dropout_mode), (compute, grad_compute)
-    if computes != (None, None):
-        check_computes(computes, x, {label: layer.W for label, layer in layers.items()}, drop.mode)
     name = select_backend(x, backend=backend).name
     t0, f0 = check_origin(fn, mask_origin, "(t0, f0)") or (0, 0)
     origins = [None if mask_origin is None else (t0, k0) for k0 in (0, 0, f0)]
