@@ -137,7 +137,15 @@ def quantised(base: nn.Module) -> bool:
     return kind not in PLAIN and (kind.__name__ in BITSANDBYTES or kind.__module__.startswith("torchao."))
 
 
-class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
+class Fused(Dora):
+    """One whose layer takes fdora's forward when its adapter is made."""
+
+    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
+        super().init(module, adapter_name, **kwargs)
+        fuse_layer(module)
+
+
+class EmbeddingVariant(Fused, variants.DoraEmbeddingVariant):
     """nn.Embedding: W is (V, d) and the norm runs along V, so this is the linear layer of the transposed weight."""
 
     STOCK = variants.DoraEmbeddingVariant
@@ -145,10 +153,6 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
     def drops(self, module: Any, adapter: str) -> bool:
         """It has dropout and does not use it."""
         return False
-
-    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
-        super().init(module, adapter_name, **kwargs)
-        fuse_layer(module)
 
     def weights(self, module: Any, adapter: str) -> Weights | str:
         W = self.kept.frozen(module.get_base_layer().weight)
@@ -169,15 +173,11 @@ class EmbeddingVariant(Dora, variants.DoraEmbeddingVariant):
         return v.view(1, -1)
 
 
-class ConvVariant(Dora):
+class ConvVariant(Fused):
     """nn.Conv1d, 2d, 3d: the linear layer of the flattened kernel. g lies along axis 1.
 
     With groups PEFT's norm is of no kernel at all: ours is of the one that the layer applies, see fdora/eager/conv.py.
     """
-
-    def init(self, module: Any, adapter_name: str, **kwargs: Any) -> None:
-        super().init(module, adapter_name, **kwargs)
-        fuse_layer(module)
 
     def weights(self, module: Any, adapter: str, W: Any = None) -> Weights | str:
         base = module.get_base_layer()
