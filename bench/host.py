@@ -86,7 +86,7 @@ OPTIONS = {
 def measure(run):
     options = run.options
     sizes = (options.M, options.K, options.N, options.r)
-    run.set(sizes=sizes, adapter=options.adapter)
+    run.set("adapter", sizes=sizes)
     run.add(*per_call(options))
     if options.first_call:
         run.add(*first_call(sizes, options.device), part="first_call")

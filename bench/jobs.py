@@ -424,9 +424,8 @@ def one_process(run: Run, jobs: Jobs) -> None:
 def measure(run: Run) -> None:
     options, jobs = run.options, Jobs(run.options)
     plans = {"together": len(jobs.works), "alone": sum(map(len, jobs.alone)), "padded": sum(map(len, jobs.padded))}
-    run.set(world=options.world, layers=options.layers, r=options.r, tokens=jobs.tokens)
-    run.set(microbatches=plans | {"fill": jobs.plan.fill, "capacity": jobs.capacity})
-    run.set(dropout=options.dropout, dropout_mode=options.dropout_mode)
+    plans |= {"fill": jobs.plan.fill, "capacity": jobs.capacity}
+    run.set("world", "layers", "r", "dropout", "dropout_mode", tokens=jobs.tokens, microbatches=plans)
     (one_process if options.world == 1 else pipeline)(run, jobs)
 
 

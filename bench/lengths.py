@@ -61,7 +61,7 @@ def measure(run: Run) -> None:
     options = run.options
     cell = Cell(options.model, options.most, options.r)
     torch.backends.cuda.enable_cudnn_sdp(not options.no_cudnn)
-    run.set(layers=options.layers, dtype=options.dtype, adapter=options.adapter, agreement={}, failed=run.failed)
+    run.set("layers", "dtype", "adapter", agreement={}, failed=run.failed)
     ways = build(cell, options, run.failed)
     lengths = drawn(options.count, options.least, options.most)
     for name in [name for name in ways if options.warmup and "fdora" in name]:

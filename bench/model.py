@@ -220,9 +220,7 @@ class Bench:
 
     def __init__(self, run: Run):
         self.run, self.options = run, run.options
-        options = run.options
-        facts = {name: getattr(options, name) for name in ("model", "tiny", "dtype", "loss_tokens")}
-        run.set(**facts, agreement={}, paths={}, failed=run.failed)
+        run.set("model", "tiny", "dtype", "loss_tokens", agreement={}, paths={}, failed=run.failed)
 
     def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
         options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}

@@ -333,11 +333,7 @@ def measure(run):
     options = run.options
     run.set(failed=run.failed)
     for case in run.cases(cases(options)):
-        run.add(
-            *run.failed.attempt(
-                [case.name], lambda _, case=case: rows_of(case, options, run.facts.get("bytes_per_ms", math.inf))
-            ).get(case.name, [])
-        )
+        run.attempt(case.name, partial(rows_of, case, options, run.facts.get("bytes_per_ms", math.inf)))
     run.end("one", "loop", "multi", "train", "serve", "decode")
 
 

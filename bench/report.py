@@ -213,10 +213,6 @@ def readme_models() -> str:
 SHARES = {"use_fdora_fused": "fdora", "use_fdora": "`fuse=False`", "peft_dora": "PEFT's DoRA"}
 
 
-def steps_rows() -> list[dict]:
-    return [row for row in result("h200/steps")["rows"] if not row["compiled"]]
-
-
 def compiled_rows(S: int, way: str) -> list[dict]:
     """In torch's default mode. Few tokens were measured again, in a file that lacks PEFT's DoRA."""
     again = S == 512 and way != "peft_dora"
@@ -226,9 +222,9 @@ def compiled_rows(S: int, way: str) -> list[dict]:
 
 def readme_tokens() -> str:
     """Medians over all cells and modes of bench.steps."""
-    lines = []
+    lines, eager = [], [row for row in result("h200/steps")["rows"] if not row["compiled"]]
     for tokens in ((128, 512), (2048, 4096)):
-        rows = [row for row in steps_rows() if row["S"] in tokens]
+        rows = [row for row in eager if row["S"] in tokens]
         lines.append([f"{tokens[0]} and {tokens[1]} tokens", *(middle(rows, way) for way in SHARES)])
     for S in (512, 4096):
         lines.append([f"{S} tokens, compiled", *(middle(compiled_rows(S, way), way) for way in SHARES)])
@@ -887,10 +883,6 @@ SHAPES = {
 }
 
 
-def unseen() -> list[str]:
-    return [part for kind, write in SHAPES.items() for part in runs(kind, write)]
-
-
 def layer_section() -> list[str]:
     said = "The other's time over fdora's, geometric means (above 1: fdora is faster)."
     return [said, means(), figure("rank", "Time against the rank"), LAYER, one_layer()]
@@ -902,7 +894,10 @@ SECTIONS = {
     "One layer": (("layer_",), layer_section),
     "The norm": (("norm",), norms),
     "Compose": (("compose",), compositions),
-    "Shapes that nobody tuned for": (("shapes",), unseen),
+    "Shapes that nobody tuned for": (
+        ("shapes",),
+        lambda: [part for kind, write in SHAPES.items() for part in runs(kind, write)],
+    ),
     "One launch out of a cold cache": (("suite",), lambda: runs("suite", cold)),
     "Layers that share their input": (("group",), groups),
     "Twelve decoder layers": (

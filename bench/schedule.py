@@ -139,7 +139,7 @@ OPTIONS = {
 def measure(run):
     a = run.options
     spec = Spec(a.capacity, a.depth, a.multiple, 0.0)
-    run.set(**{name: getattr(a, name) for name in ("capacity", "depth", "multiple", "samples", "batches")})
+    run.set("capacity", "depth", "multiple", "samples", "batches")
     run.add(*rows(spec, a.batches, a.samples))
     run.add(*(timed(spec, a.total, a.samples) if a.total else ()), part="times")
     print("\n" + markdown(run.result))

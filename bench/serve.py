@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -126,7 +127,7 @@ def error_of(name: str, way: Way, i: Served, rival_path) -> dict[str, float]:
 
 
 @torch.no_grad()
-def serve(case: Case, layers: list[Served], options) -> dict:
+def serve(case: Case, layers: list[Served], options) -> list[dict]:
     parts = [layer.part(case.M, case.G) for layer in layers]
     ways, error, failed, *_ = checked(
         options.ways,
@@ -139,11 +140,9 @@ def serve(case: Case, layers: list[Served], options) -> dict:
     fns = {name: in_turns([build(name, part, options.rival_path) for part in parts]).forward for name in ways}
     ms = medians_of(fns, options.device, options.runs, failed)
     ours = [name for name in ("plugin", "multi_ids") if name in ms]
-    return {
-        **{"kind": "serve", **case._asdict(), "target": TARGETS["serve"], "ms": ms},
-        **{"ratio": ratios(ms, [(name, "vllm_lora") for name in WAYS]), "faster": min(ours, key=ms.__getitem__, default="")},
-        **{"error": error, "failed": dict(failed)},
-    }
+    row = {"kind": "serve", **case._asdict(), "target": TARGETS["serve"], "ms": ms}
+    row |= {"ratio": ratios(ms, [(name, "vllm_lora") for name in WAYS]), "faster": min(ours, key=ms.__getitem__, default="")}
+    return [row | {"error": error, "failed": dict(failed)}]
 
 
 class Case(NamedTuple):
@@ -161,7 +160,7 @@ def cases(options) -> list[tuple[tuple[int, int, int], list[Case]]]:
     return [((K, N, r), [Case(M, K, N, r, G) for M, G in some]) for K, N, r in each]
 
 
-def load(options) -> dict:
+def load(options) -> list[dict]:
     """g of one layer's linears, each with the rows of one or several projections."""
     fns, r = [], options.load_r
     for i, (K, *Ns) in enumerate(options.load):
@@ -174,7 +173,7 @@ def load(options) -> dict:
         assert error < 1e-5, f"g is wrong: by {error:.1e}"
     ms = medians_of({"one layer": lambda: [fn() for fn in fns]}, options.device, options.runs)
     ms["model"] = round(options.layers * ms["one layer"], 4)
-    return {"kind": "load", "r": r, "layers": options.layers, "target": TARGETS["load"], "ms": ms}
+    return [{"kind": "load", "r": r, "layers": options.layers, "target": TARGETS["load"], "ms": ms}]
 
 
 def g_of(W: Tensor, adapters: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Callable[[], Tensor]:
@@ -235,13 +234,13 @@ def ahead(options):
 def measure(run):
     options = run.options
     run.set(failed=run.failed)
-    run.add(*run.failed.attempt(["load"], lambda _: load(options)).values())
+    run.attempt("load", partial(load, options))
     for (K, N, r), each in run.cases(cases(options)):
         copies = max(1, math.ceil(CACHE / (2 * K * N))) if options.device != "cpu" else 1
         M, G = max(case.M for case in each), max(case.G for case in each)
         layers = [Served.random(M, K, N, r, G, options.device) for _ in range(copies)]
         for case in each:
-            run.add(*run.failed.attempt(["serve"], lambda _, case=case: serve(case, layers, options)).values())
+            run.attempt("serve", partial(serve, case, layers, options))
     run.end("plugin", "idle", "multi_ids", "serve", "load")
 
 

@@ -205,8 +205,7 @@ def measure(run: Run) -> None:
     ways = failures.attempt(options.ways, lambda way: Sharded(way, copy.deepcopy(base), values, inputs, options, mesh))
     base = None
     free(options.device)
-    names = ("world", "model", "layers", "seq", "layout", "r", "adapter", "dropout", "compiled")
-    run.set(**{name: getattr(options, name) for name in names}, failed=failures)
+    run.set("world", "model", "layers", "seq", "layout", "r", "adapter", "dropout", "compiled", failed=failures)
     run.set(agreement={}, collectives={}, paths={}, profiles={})
     if exact is None and "peft_dora" in ways:
         exact = ways["peft_dora"].gradients_of_all()

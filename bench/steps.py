@@ -379,8 +379,7 @@ def measured(run: Run, cell: Cell, ways: dict[str, Way], gpu: Gpu | None) -> Ite
 def measure_all(run: Run) -> None:
     options = run.options
     torch._dynamo.config.recompile_limit = 64
-    facts = {name: getattr(options, name) for name in ("layers", "dtype", "adapter", "cell_seconds")}
-    run.set(**facts, micro_batches=MICRO, agreement={}, failed=run.failed)
+    run.set("layers", "dtype", "adapter", "cell_seconds", micro_batches=MICRO, agreement={}, failed=run.failed)
     gpu = None if options.device == "cpu" else Gpu(True)
     ways = {}
     built = None

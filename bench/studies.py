@@ -152,7 +152,7 @@ def timeline(run: Run) -> None:
     torch.manual_seed(0)
     base = network(facts, options.layers)
     values, inputs = adapters(base, options.r, DTYPES["bf16"]), inputs_for(base, options.seq)
-    run.set(model=options.model, layers=options.layers, seq=options.seq, r=options.r)
+    run.set("model", "layers", "seq", "r")
     for way in run.cases(WAYS):
         trained = Trained(way, base, values, inputs, options.seq)
         step = trained.of("step")

@@ -216,8 +216,14 @@ class Run:
         self.result.setdefault(part, []).extend(rows)
         self.save()
 
-    def set(self, **parts: Any) -> None:
-        self.result |= parts
+    def attempt(self, name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Adds these rows, or lists under this name why there are none."""
+        for found in self.failed.attempt([name], lambda _: rows()).values():
+            self.add(*found)
+
+    def set(self, *options: str, **parts: Any) -> None:
+        """What a result says beside its rows: the options of these names, and these parts."""
+        self.result |= {name: getattr(self.options, name) for name in options} | parts
         self.save()
 
     def end(self, *mine: str) -> None:

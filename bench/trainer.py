@@ -176,9 +176,7 @@ def made_of(way: str, base: nn.Module, values: dict, options) -> nn.Module:
 
 def measure(run: Run) -> None:
     options, recipe = run.options, RECIPES[run.options.recipe]
-    run.set(
-        **{name: getattr(options, name) for name in FACTS}, micro_batches=recipe.micro, seen=True, paths={}, failed=run.failed
-    )
+    run.set(*FACTS, micro_batches=recipe.micro, seen=True, paths={}, failed=run.failed)
     torch.manual_seed(0)
     base = model.network(options, options.layers)
     values = adapters(base, options.r, DTYPES[options.adapter], recipe.targets)

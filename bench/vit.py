@@ -167,8 +167,8 @@ def check(parser, options):
 def measure(run: Run) -> None:
     options = run.options
     torch._dynamo.config.recompile_limit = 64
-    facts = {"tiny": options.tiny, "layers": options.layers, "r": options.r, "dtype": str(options.dtype)}
-    run.set(**facts, agreement=agreement(options), kernels={}, paths={}, failed=run.failed)
+    run.set("tiny", "layers", "r", dtype=str(options.dtype), failed=run.failed)
+    run.set(agreement=agreement(options), kernels={}, paths={})
     print(run.result["agreement"], flush=True)
     torch.manual_seed(0)
     base = vit(options.sizes, options.layers, options.device, options.dtype)
