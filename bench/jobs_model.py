@@ -21,7 +21,8 @@ from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
 from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
 from fdora.functional.act import gated_act
-from fdora.jobs.causal.banks import Layer, adapted, norms_of
+from fdora.functional.multi import gated_multi
+from fdora.jobs.causal.banks import Layer, adapted, arguments, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
 from fdora.jobs.schedule.records import Microbatch
@@ -122,14 +123,13 @@ def attention(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
     return project("o_proj", torch.cat(out, 1).transpose(0, 1).flatten(1))
 
 
-def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def silu_times(project: Project, h: Tensor) -> Tensor:
+    return F.silu(project("gate_proj", h)) * project("up_proj", h)
 
 
-def block(project: Project, x: Tensor, data: Data, sizes: Sizes, act: Any = silu_times) -> Tensor:
+def block(project: Project, x: Tensor, data: Data, sizes: Sizes, gated: Any = silu_times) -> Tensor:
     x = x + attention(project, F.rms_norm(x, x.shape[-1:]), data, sizes)
-    h = F.rms_norm(x, x.shape[-1:])
-    return x + project("down_proj", act(project("gate_proj", h), project("up_proj", h)))
+    return x + project("down_proj", gated(project, F.rms_norm(x, x.shape[-1:])))
 
 
 def losses_of(x: Tensor, data: Data) -> Tensor:
@@ -171,12 +171,21 @@ def stage_of(model: Decoder, inside: range, layers: dict[str, Layer], first: boo
         x = data.x if first else x
         for n in inside:
 
-            def project(part, x, n=n):
+            def given(part, n=n):
                 name = f"layers.{n}.{part}"
                 seed = None if data.seed is None else data.seed + names.index(name)
-                return call(layers[name], params[name], kept[name], data, x, seed)
+                return layers[name], params[name], kept[name], seed
 
-            x = block(project, x, data, model.sizes, gated_act)
+            def project(part, x, given=given):
+                *own, seed = given(part)
+                return call(*own, data, x, seed)
+
+            def gated(project, h, given=given):
+                if call is not grouped:
+                    return gated_act(project("gate_proj", h), project("up_proj", h))
+                return gated_multi(h, [arguments(*given(part)) for part in ("gate_proj", "up_proj")], "silu", data.ends)
+
+            x = block(project, x, data, model.sizes, gated)
         return losses_of(x, data) if last else x
 
     return Stage(forward, names, partial(norms_of, {name: layers[name] for name in names}))

@@ -66,6 +66,8 @@ class Backend:
     """Whether a layer of x and a dense W may come to layers_fwd and mlp_fwd without its norm."""
     any_order: Op | None = None
     """Whether the forward of a bank wants tokens like these as they come, with ids."""
+    multi_gated_bwd: Op | None = None
+    """Of two banks and the gated activation behind them: dz, dm and dc of both in one pass."""
     norm_of_codes: Op | None = None
     norm_of_codes_guarded: Op | None = None
     stack_norms_of_codes: Op | None = None
@@ -95,7 +97,7 @@ OF_TRITON = {
     "embedding_bwd": "embedding_bwd",
     "codes": "is_decoded",
     "small_norm": "norm_inside",
-    "multi": "any_order",
+    "multi": "any_order multi_gated_bwd",
     "quant": "norm_of_codes norm_of_codes_guarded stack_norms_of_codes",
     "dequantize": "dense_of",
     "norm_kept": "norms_of_kept",

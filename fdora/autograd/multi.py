@@ -63,6 +63,14 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def gated_multi(x: Tensor, banks: Sequence[Operands], tokens: Sequence[Tokens], calls: Sequence[Call], act: str) -> Tensor:
+    """f(gate) up of two layers as of :func:`multi`, in order of their tokens; W dense, without bias, m and c there."""
+    s, offsets = tokens[0][:2]
+    flat = as_matrix(x)
+    a: Tensor = apply(GatedMulti, flat, tuple(calls), act, s, offsets, tokens[1].s, *flat_of(banks, None))[0]
+    return a if x.dim() == 2 else a.reshape(*x.shape[:-1], a.shape[-1])
+
+
 def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """offsets, order and, where it costs nothing, its inverse, from the adapter of each token; nobody waits for the device."""
     return OPS[backend if ids.shape[0] <= COUNTED else "eager"].route(ids, adapters)
@@ -174,3 +182,57 @@ def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *
         kept = [kept[0][order], kept[1]] if count == 2 else kept
     bank = bank_of(call, tokens, layer, x.dtype, call.fp8_grad)
     return OPS[call.backend].multi_bwd(dy, x, bank, h, tuple(kept), needs)
+
+
+class GatedMulti(torch.autograd.Function):
+    """``f(gate) up`` of two banks on one x, by a backend that has multi_gated_bwd. Saves x, h of both, gate and up.
+    Their dz are formed where the activation's gradient is, and d gate and d up are never there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, calls: tuple[Call, Call], act: str, s: Any, offsets: Any, s_up: Any, *flat: Tensor | None) -> Any:
+        with autocast_off(x):
+            ops, banks = OPS[calls[0].backend], _pair_of(calls, (s, s_up), offsets, flat, x.dtype)
+            (gate, h, _), (up, h_up, _) = (ops.multi_fwd(x, bank, True) for bank in banks)
+            return ops.act_fwd(gate, up, act), gate, up, h, h_up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.calls, ctx.act, *tensors = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *output[1:], *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor | None, *_: Any) -> Any:
+        flags = ctx.needs_input_grad
+        if da is None:
+            return (None,) * len(flags)
+        needs = [BankNeeds(flags[0], *flags[i + 1 : i + 6]) for i in (6, 6 + len(Operands._fields))]
+        wanted = [flags[0], *needs[0][1:], *needs[1][1:]]
+        found = gradients_of(ctx.calls[0].fn, wanted, _gated_backward, da, ctx.calls, ctx.act, needs, *ctx.saved_tensors)
+        dx, *grads = found
+        #      x   calls, act, s, offsets, s_up    W    A B m c bias   seed
+        return dx, *[None] * 6, *grads[:5], None, None, *grads[5:], None
+
+
+def _pair_of(calls: Any, s: Any, offsets: Any, flat: Sequence[Tensor | None], dtype: torch.dtype) -> list[Bank]:
+    both = zip(calls, s, layers_of(flat, None), strict=True)
+    return [bank_of(call, Tokens(own, offsets), layer, dtype) for call, own, layer in both]
+
+
+def _gated_backward(da: Tensor, calls: Any, act: str, needs: Sequence[BankNeeds], x: Tensor, *saved: Any) -> Any:
+    gate, up, h, h_up, s, offsets, s_up, *flat = saved
+    ops, banks = OPS[calls[0].backend], _pair_of(calls, (s, s_up), offsets, flat, x.dtype)
+    assert ops.multi_gated_bwd is not None
+    results = ops.multi_gated_bwd(da, gate, up, x, (h, h_up), banks, act, needs)
+    dzs = next(results), next(results)
+    sums = [tuple(next(results) if need else None for need in (each.m, each.c)) for each in needs]
+    dx, grads = None, []
+    for dz, bank, own, need, of_m in zip(dzs, banks, (h, h_up), needs, sums, strict=True):
+        plain, rest = bank._replace(m=None, c=None), need._replace(m=False, c=False, bias=False)
+        d, dA, dB, *_ = ops.multi_bwd(dz, x, plain, own, (), rest, True)
+        dx = d if dx is None else dx.add_(d)
+        grads += [dA, dB, *of_m, None]
+    return dx, *grads

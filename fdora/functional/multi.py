@@ -9,11 +9,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fdora._check import check_device, check_dtype, check_frozen, check_left_out, check_shapes, check_tensor, fail, once
+from fdora._check import (
+    check_device,
+    check_dtype,
+    check_frozen,
+    check_left_out,
+    check_shapes,
+    check_tensor,
+    fail,
+    is_sharded,
+    once,
+)
 from fdora._dispatch import Backend
 from fdora._records import Operands
+from fdora.autograd._ops import OPS
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
+from fdora.autograd.multi import gated_multi as run_pair
 from fdora.functional._seed import checked, seed_tensor
+from fdora.functional.act import gated_act
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_bank, check_kernels, check_one, check_ranks, check_sequence, scalings
 from fdora.functional.layer import DoraLayer, tensors_of
@@ -103,6 +116,23 @@ def dora_linear_multi(
         check_left_out(fn, {"compute": compute is not None, "grad_compute": grad_compute is not None})
         rest: dict[str, Any] = {"offsets": offsets, "ranks": ranks, "backend": backend}
         return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
+    drop, computes = (dropout_p, dropout_mode, seed), (compute, grad_compute)
+    return multi(*prepared(fn, x, layer, (offsets, ids), of_each, drop, computes, backend))
+
+
+def prepared(
+    fn: str,
+    x: Tensor,
+    layer: DoraLayer,
+    where: tuple[Tensor | None, Tensor | None],
+    of_each: tuple[int, ...] | None,
+    drop: tuple[Any, Literal["lora", "peft"], Any],
+    computes: tuple[Any, Any],
+    backend: Backend,
+) -> tuple[Tensor, Operands, Tokens, Call]:
+    """What :func:`fdora.autograd.multi.multi` takes, of arguments whose shapes were checked."""
+    (W, A, B, m, s, bias, norm), (offsets, ids), (dropout_p, dropout_mode, seed) = layer, where, drop
+    assert A is not None and B is not None
     x = cast_x(fn, x, W)
     G = A.shape[0]
     p, apart = ratios(fn, dropout_p, G, x, dropout_mode)
@@ -112,10 +142,10 @@ def dora_linear_multi(
     if wrong:
         arg, want = ("ids", f"from -1 to {G - 1}") if offsets is None else ("offsets", "ends, in order, of segments of x")
         raise fail(fn, arg, want, wrong, "They say whose each token is.")
-    if compute is not None or grad_compute is not None:
-        check_computes((compute, grad_compute), x, {fn: W}, mode)
+    if computes != (None, None):
+        check_computes(computes, x, {fn: W}, mode)
     name = select_backend(x, backend=backend).name
-    fp8 = on_gpu(fn, (compute, grad_compute), x, name)
+    fp8 = on_gpu(fn, computes, x, name)
     check_kernels(fn, A, name, of_each)
     scale = scalings(fn, s, G, x)
     c = None
@@ -127,7 +157,46 @@ def dora_linear_multi(
     tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, p, name)
     saves = save_for_dm(m, c, False) != "nothing"
     call = Call(of_each, p, saves, name, None, fn, False, mode, *fp8)
-    return multi(x, Operands(W, A, B, m, c, bias, seeds), tokens, call)
+    return x, Operands(W, A, B, m, c, bias, seeds), tokens, call
+
+
+def gated_multi(x: Tensor, pair: Sequence[dict[str, Any]], act: Any, offsets: Tensor) -> Tensor:
+    """``f(gate) up`` of two calls of :func:`dora_linear_multi` on one x, each with these arguments; as :func:`gated_act`.
+
+    With kernels, of dense half-precision layers that have an m each, no bias and one product with W, the two are one node: the
+    gradients of gate and up are not written, but what is made of them. Memory: keeps x, x @ A.T of both, gate and up.
+    """
+    if not all(takes_pair(x, **of) for of in pair):
+        gate, up = (dora_linear_multi(x, offsets=offsets, **of) for of in pair)
+        return gated_act(gate, up, act, backend=pair[0].get("backend", "auto"))
+    fn, ready = "dora_linear_multi", []
+    for of in pair:
+        layer = DoraLayer(of["W"], of["A"], of["B"], of["m"], of["s"], None, of.get("norm"))
+        ranks, drop = (
+            check_sequence(fn, of.get("ranks")),
+            (of.get("dropout_p", 0.0), of.get("dropout_mode", "lora"), of.get("seed")),
+        )
+        check_multi(fn, x, layer, offsets, None, ranks)
+        ready.append(prepared(fn, x, layer, (offsets, None), ranks, drop, (None, None), of.get("backend", "auto")))
+    xs, layers, tokens, calls = zip(*ready, strict=True)
+    return run_pair(xs[0], layers, tokens, calls, act)
+
+
+def takes_pair(
+    x: Tensor,
+    W: Any,
+    m: Any = None,
+    bias: Any = None,
+    dropout_p: Any = 0.0,
+    dropout_mode: str = "lora",
+    backend: Backend = "auto",
+    **_: Any,
+) -> bool:
+    """Whether one pass forms the gradients that two such layers and their activation have."""
+    twice = dropout_mode == "peft" and (isinstance(dropout_p, Tensor) or dropout_p != 0)
+    if isinstance(W, QuantWeight) or is_sharded(x, W) or m is None or bias is not None or twice:
+        return False
+    return W.dtype.itemsize == 2 and OPS[select_backend(x, backend=backend).name].multi_gated_bwd is not None
 
 
 def check_multi(

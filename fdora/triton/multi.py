@@ -21,7 +21,7 @@ of them by TMA) and nobody else's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ from torch import Tensor
 from fdora._records import Bank, BankNeeds
 from fdora.quant import QuantWeight
 from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
-from fdora.triton.copy import in_dtype, operand
+from fdora.triton.copy import dense, in_dtype, operand
 from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, way_of, x_of, y_of_codes
-from fdora.triton.multi_bwd import Given, Out, backward, stack_in
+from fdora.triton.multi_bwd import Given, Out, backward, gated_scale, stack_in
 from fdora.triton.multi_dropped import dropped_forward
 from fdora.triton.multi_gemm import (
     Right,
@@ -72,13 +72,31 @@ def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor,
     return y, h, (before[0], x.new_empty(0)) if before else ()
 
 
-def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
-    """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,)."""
+def multi_bwd(
+    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds, scaled: bool = False
+) -> BankGrads:
+    """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,).
+    ``scaled``: dy is dz, and dx, dA and dB are all that is wanted."""
     before = kept[0] if kept else None
     (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
     (ranks, how) = list(bank.ranks or ()), (bank.p, bank.mode)
-    results = iter(_multi_backward(dy, x, h, before, pre_scale, tensors, ranks, *how, list(needs), *coded))
+    results = iter(_multi_backward(dy, x, h, before, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
+
+
+def multi_gated_bwd(
+    da: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    x: Tensor,
+    h: Sequence[Tensor],
+    banks: Sequence[Bank],
+    act: str,
+    needs: Sequence[BankNeeds],
+) -> Iterator[Tensor]:
+    """dz of both layers; then dm and dc of each, where it is needed. Neither has a bias, and dropout is not PEFT's."""
+    tensors, wanted = [[*bank[:TENSORS]] for bank in banks], [need for each in needs for need in (each.m, each.c)]
+    return iter(_multi_gated(da, gate, up, x, list(h), *tensors, act, wanted))
 
 
 def listed(bank: Bank) -> tuple[list[Tensor | None], list[str], list[int], bool]:
@@ -202,6 +220,7 @@ def plan_backward(
     kept: Array | None,
     likes: Likes,
     pre_scale: bool,
+    scaled: bool,
     ranks: tuple[int, ...],
     p: float,
     mode: str,
@@ -217,9 +236,35 @@ def plan_backward(
     x, dy = sort(plan, x, order), sort(plan, dy, order)
     kept = kept if pre_scale else sort(plan, kept, order)
     bank = bank._replace(order=None)
-    backward(plan, Given(dy, x, bank, h, kept, pre_scale), ranks or None, Out(sorted_dx, *grads))
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale, scaled), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
         unsort(plan, sorted_dx, order, dx)
+
+
+@maker("gated multi backward", "tokens tokens tokens tokens rest", "one pass for dz and the sums of both", has_families=True)
+def plan_gated(
+    plan: Builder, da: Array, gate: Array, up: Array, x: Array, likes: Likes, act: str, needs: tuple[bool, ...]
+) -> None:
+    """likes: h of both, and their banks."""
+    hs, halves = [plan.tokens(like) for like in likes[:2]], (likes[2 : 2 + TENSORS], likes[2 + TENSORS :])
+    banks = [_read_bank(plan, half, 0.0, "lora") for half in halves]
+    names = ("dz_gate", "dz_up", "dm_gate", "dc_gate", "dm_up", "dc_up")
+    *dzs, dm, dc, dm_up, dc_up = plan.wanted(names, _gated_forms(gate, banks, needs))
+    if gate.shape[0] == 0:
+        for each in (dm, dc, dm_up, dc_up):
+            if each is not None:
+                plan.zero(each)
+        return
+    da, gate, up = (dense(plan, each) for each in (da, gate, up))
+    pair = [Given(da, x, bank, h, v, False) for bank, h, v in zip(banks, hs, (gate, up), strict=True)]
+    outs = [Out(None, None, None, *each, None) for each in ((dm, dc), (dm_up, dc_up))]
+    gated_scale(plan, pair, act, dzs, outs)
+
+
+def _gated_forms(gate: Any, banks: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    m = (banks[0].A.shape[0], gate.shape[1])
+    kinds = [each for bank in banks for each in ((m, bank.m.dtype), (m, torch.float32))]
+    return [(gate.shape, gate.dtype)] * 2 + asked(kinds, needs)
 
 
 def _described(tensors: Sequence[Any], experts: bool = False, mode: str = "lora") -> Bank:
@@ -254,11 +299,18 @@ multi, _multi = planned(
 )
 multi_backward, _multi_backward = planned(
     "multi_backward",
-    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, Tensor?[] bank, SymInt[] ranks, float p, str mode, "
-    "bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, bool scaled, Tensor?[] bank, SymInt[] ranks, float p, "
+    "str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
     plan_backward,
-    lambda dy, x, h, kept, pre_scale, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
+    lambda dy, x, h, kept, pre_scale, scaled, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
         x, _described(bank, experts), needs
     ),
     asks=(1, 0),
+)
+multi_gated, _multi_gated = planned(
+    "multi_gated",
+    "(Tensor da, Tensor gate, Tensor up, Tensor x, Tensor[] h, Tensor?[] first, Tensor?[] second, str act, bool[] needs) "
+    "-> Tensor[]",
+    plan_gated,
+    lambda da, gate, up, x, h, first, second, act, needs: _gated_forms(gate, [*map(_described, (first, second))], needs),
 )

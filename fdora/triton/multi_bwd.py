@@ -8,6 +8,7 @@ adds such parts in their order. No atomics.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ import torch
 from fdora.triton.codes import Packed
 from fdora.triton.dequantize import weight_in
 from fdora.triton.fp8 import codes_config, dz_of_codes, grouped_backward, grouped_tile
-from fdora.triton.kernels.multi_bwd import multi_finish_kernel, multi_grad_kernel, multi_scale_kernel, multi_sum_kernel
+from fdora.triton.kernels.multi_bwd import (
+    multi_finish_kernel,
+    multi_gated_kernel,
+    multi_grad_kernel,
+    multi_scale_kernel,
+    multi_sum_kernel,
+)
 from fdora.triton.multi_dropped import CODES, TWO, Change, change_of, dropped_dx
 from fdora.triton.multi_gemm import (
     Right,
@@ -33,7 +40,7 @@ from fdora.triton.multi_gemm import (
     shape_of,
 )
 from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
 from fdora.triton.scale import tiny_of
@@ -81,6 +88,7 @@ class Given(NamedTuple):
     h: Array | None
     kept: Array | None
     pre_scale: bool
+    scaled: bool = False  # dy is dz
 
 
 def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out) -> None:
@@ -92,7 +100,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
                 plan.zero(each)
         return
     R = bank.A.shape[1]
-    dz = plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
+    dz = dy if of.scaled else plan.temp(dy.shape, t) if any(d is not None for d in out[:3]) else None
     W, G, codes = bank.W, bank.A.shape[0], None
     if isinstance(W, Packed):
         if out.dx is not None and bank.experts:
@@ -116,7 +124,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
     laid = None if out.dx is None else lay(plan, right, shape, t, numbers, bank.ranks, seen=seen)
     found = routes(plan, bank, M, shape, laid, out.dx)
     change = change_of(plan, dy, bank) if bank.mode == "peft" and out.dx is not None else None
-    fused = _scale(plan, of, found, dz, out, change)
+    fused = not of.scaled and _scale(plan, of, found, dz, out, change)
     if dz is None:
         return
     product: Any = None
@@ -150,8 +158,8 @@ def stack_in(plan: Builder, bank: Any, dtype: torch.dtype) -> Array:
 
 def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out, change: Change | None) -> bool:
     """dz, dm, dc and dbias; and dB, where its parts are few beside dz: whether that is so."""
-    dy, x, bank, h, kept, pre_scale = of
-    (M, N), K, (G, R, _) = dy.shape, x.shape[1], bank.A.shape
+    dy, _, bank, h, kept, *_ = of
+    (M, N), (G, R, _) = dy.shape, bank.A.shape
     config = scale_config(int(M), N, R, dy.dtype != torch.float32, plan.device.capability)
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs = cdiv(M, rows) + G
@@ -178,13 +186,46 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out, 
         else:
             column_sums(plan, partial_bias, out.dbias)
     if need_m:
-        assert h is not None
-        finish_n, finish_t = FINISH[pairs < 8 * G]
-        given = {"dy": dy, "x": x, "w": bank.W, "h": h, "b": bank.B, "partial_m": partial_m, "tiny": tiny_of(dy.dtype)}
-        given |= {"M": M, "G": G, "N": N, "K": K, "R": R, "SAVED_PRE_SCALE": pre_scale}
-        given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t}
-        plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, bank)
+        _finish(plan, of, found, out, partial_m, rows)
     return partial_B is not None
+
+
+def _finish(
+    plan: Builder,
+    of: Given,
+    found: Routes,
+    out: Out,
+    partial_m: Any,
+    rows: int,
+    gated: tuple[Any, ...] = (None, None, "", False),
+) -> None:
+    """dm and dc from their parts. ``gated``: gate, up and act, where dy is da, and whether the layer is up."""
+    (N, R), G, K = of.bank.B.shape[1:], of.bank.A.shape[0], of.x.shape[1]
+    finish_n, finish_t = FINISH[partial_m.shape[0] < 8 * G]
+    given = {"dy": of.dy, "x": of.x, "w": of.bank.W, "h": of.h, "b": of.bank.B, "partial_m": partial_m}
+    given |= {"M": of.x.shape[0], "G": G, "N": N, "K": K, "R": R, "SAVED_PRE_SCALE": of.pre_scale, "tiny": tiny_of(of.dy.dtype)}
+    given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t, **named("gate up ACT OF_UP", gated)}
+    plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, of.bank)
+
+
+def gated_scale(plan: Builder, pair: Sequence[Given], act: str, dzs: Sequence[Array], outs: Sequence[Out]) -> None:
+    """dz, dm and dc of gate and of up, whose dy are d gate and d up: formed of da in the same pass.
+
+    Bytes: da, gate and up read, both dz written, 5 M N; the activation's pass and one for each layer move 11."""
+    da, _, bank, *_ = pair[0]
+    (M, N), (G, R, _) = da.shape, bank.A.shape
+    config = scale_config(int(M), N, R, True, plan.device.capability, False)
+    rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
+    pairs, (gate, up) = cdiv(M, rows) + G, (of.kept for of in pair)
+    partials = [plan.temp((pairs, N)) for _ in pair]
+    found = [routes(plan, of.bank, M, behind(R)) for of in pair]
+    given = {"da": da, "gate": gate, "up": up, "offsets": bank.offsets, "M": M, "G": G, "N": N, "ACT": act, "ROWS": rows}
+    given |= named("g_gate g_up", [each.g for each in found]) | named("dz_gate dz_up", dzs)
+    given |= named("partial_gate partial_up", partials) | {"BLOCK_G": block_of(G)}
+    plan.launch(multi_gated_kernel, (2 * cdiv(N, config.BLOCK_N) * pairs,), given, config)
+    for of, out, own, partial_m, of_up in zip(pair, outs, found, partials, (False, True), strict=True):
+        if out.dm is not None or out.dc is not None:
+            _finish(plan, of, own, out, partial_m, rows, (gate, up, act, of_up))
 
 
 def _sum(plan: Builder, partial: Array, bank: Any, out: Array, M: int, rows: int) -> None:

@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("safetensors", reason="it writes the files; `make test` installs it")
 if not hasattr(os, "fork"):
-    pytest.skip("a child of this process is killed", allow_module_level=True)
+    reason = "a forked child is killed, and this system has no fork; `make test` runs these tests on Linux and macOS"
+    pytest.skip(reason, allow_module_level=True)
 
 from fdora import FdoraError
 from fdora.convert import read, write

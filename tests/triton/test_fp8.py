@@ -319,7 +319,9 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
                 plans.append(multi.plan_forward([likes[0], *of_bank], gpu(target), (), 0.0, "lora", True, *written([W])))
             given = [alike(M, N, dtype=BF16), likes[0], alike(M, r, dtype=BF16), alike(M, N, dtype=BF16)]
             wanted = (*(True,) * 5, False)
-            plans.append(multi.plan_backward([*given, *of_bank], gpu(target), False, (), 0.0, "lora", wanted, *written([W])))
+            plans.append(
+                multi.plan_backward([*given, *of_bank], gpu(target), False, False, (), 0.0, "lora", wanted, *written([W]))
+            )
         found |= {kind(step): step for name in ("fp8", "gemm_tma", "turn") for plan in plans for step in launches(plan, name)}
     for step in found.values():
         made, args = build(step, target), dict(zip(step.kernel.arg_names, step.args, strict=False))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fdora._check import fail
 from fdora.functional import DoraParams, dora_linear_multi, dora_norm
 from fdora.functional.act import gated_act
+from fdora.functional.multi import gated_multi
 from fdora.jobs.causal.data import FN, Packed
 
 Mode = Literal["peft", "lora"]
@@ -57,12 +58,17 @@ def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor,
     With a seed an adapter hears D(x), and PEFT's DoRA corrects ``D(x) W^T`` alone: ``dropout_mode``. One product with W is
     enough where all are plain LoRA, and for "lora".
     """
+    return dora_linear_multi(x, offsets=ends, **arguments(layer, params, norm, seed))
+
+
+def arguments(layer: Layer, params: DoraParams, norm: Tensor | None, seed: int | None = None) -> dict[str, Any]:
+    """Of the layer's call, beside x and whose the tokens are."""
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
-    more: dict[str, Any] = {"ranks": layer.ranks, "bias": layer.bias, "norm": norm, "offsets": ends}
+    given = {"W": layer.W, "A": A, "B": B, "m": m, "s": layer.s, "ranks": layer.ranks, "bias": layer.bias, "norm": norm}
     if seed is not None:
-        more |= {"dropout_p": layer.dropout, "dropout_mode": layer.dropout_mode, "seed": seed}
-    return dora_linear_multi(x, layer.W, A, B, m, s=layer.s, **more)
+        given |= {"dropout_p": layer.dropout, "dropout_mode": layer.dropout_mode, "seed": seed}
+    return given
 
 
 def layers_of(model: Any, names: Sequence[str], dropout_mode: Mode = "peft") -> tuple[dict[str, Layer], dict[str, Any]]:
@@ -139,12 +145,14 @@ what these make of x, or of the tokens without it; (M, hidden) where the last is
 def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module] = ()) -> Iterator[Logits]:
     """The model's layers are these until the end: backward may run them again (activation checkpointing). What stood in their
     places comes back. ``blocks``: where the model is cut."""
+    from fdora.integrations._peft.blocks import gated_mlps
+
     inner, now, ran = model.get_base_model(), list[Any](), set[str]()
     wanted = {"input_ids", "position_ids", "use_cache", "logits_to_keep"}
     if not wanted <= inspect.signature(inner.forward).parameters.keys():
         raise unknown(inner, f"lacks arguments among {sorted(wanted)}")
 
-    def run(path: str, n: int, x: Tensor) -> Tensor:
+    def given(x: Tensor, path: str, n: int) -> dict[str, Any]:
         params, norms, packed, _ = now
         if x.shape[-2] != len(packed.ids):  # offsets would be those of others
             have = f"{x.shape[-2]} of {len(packed.ids)} in `{path}`"
@@ -153,7 +161,21 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
             )
         ran.add(path)
         seed = None if packed.seed is None else packed.seed * len(layers) + n
-        return adapted(layers[path], params[path], norms[path], packed.ends, x, seed)
+        return arguments(layers[path], params[path], norms[path], seed)
+
+    def run(path: str, n: int, x: Tensor) -> Tensor:
+        return dora_linear_multi(x, offsets=now[2].ends, **given(x, path, n))
+
+    def mlp(module: nn.Module, how: Any, act: Any, x: Tensor) -> Tensor:
+        """What a gated MLP computes, with its activation and the product behind it in one pass."""
+        gate, up, down = (getattr(module, name) for name in how.layers())
+        pair = [at[each] for each in (gate, up) if each in at]
+        if len(pair) < 2:
+            a = gated_act(gate(x), up(x), act)
+        else:
+            a = gated_multi(x, [given(x, *each) for each in pair], act, now[2].ends)
+        y: Tensor = down(a)
+        return y
 
     def through(n: int, forward: Callable[..., Tensor], x: Tensor, *rest: Any, **more: Any) -> Tensor:
         return forward(x, *rest, **more) if n in now[3] else x
@@ -166,12 +188,12 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         part: range = range(len(blocks)),
     ) -> Tensor:
         now[:] = mine = params, norms, packed, part
-        given = {"position_ids": packed.places[None], "use_cache": False}
-        given |= {"input_ids": packed.ids[None]} if x is None else {"inputs_embeds": x[None]}
+        how = {"position_ids": packed.places[None], "use_cache": False}
+        how |= {"input_ids": packed.ids[None]} if x is None else {"inputs_embeds": x[None]}
         if part.stop == len(blocks):
-            found: Tensor = inner(**given, logits_to_keep=packed.at).logits[0]
+            found: Tensor = inner(**how, logits_to_keep=packed.at).logits[0]
         else:
-            found = inner.get_decoder()(**given).last_hidden_state[0]
+            found = inner.get_decoder()(**how).last_hidden_state[0]
         if found.requires_grad:  # backward runs again what is of this microbatch, whichever went forward last
             found.register_hook(lambda _: now.__setitem__(slice(None), mine))
         asleep = next((path for path in params if path not in ran), None)
@@ -180,8 +202,9 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
             raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
         return found
 
-    placed = activated(inner)
-    placed |= {model.get_submodule(path): partial(run, path, n) for n, path in enumerate(layers)}
+    at = {model.get_submodule(path): (path, n) for n, path in enumerate(layers)}
+    placed: dict[nn.Module, Callable[..., Any]] = {each: partial(mlp, each, *how) for each, how in gated_mlps(inner).items()}
+    placed |= {module: partial(run, *own) for module, own in at.items()}
     placed |= {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
     before = {module: module.__dict__.get("forward") for module in placed}
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -198,20 +221,6 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         model.requires_grad_(False)
         for p in learning:
             p.requires_grad_(True)
-
-
-def activated(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Forwards for its gated MLPs, whatever their layers are."""
-    from fdora.integrations._peft.blocks import gated_mlps
-
-    return {module: partial(gated_mlp, module, *how) for module, how in gated_mlps(model).items()}
-
-
-def gated_mlp(module: nn.Module, how: Any, act: Any, x: Tensor) -> Tensor:
-    """What the module computes, with its activation and the product behind it in one pass."""
-    gate, up, down = (getattr(module, name) for name in how.layers())
-    y: Tensor = down(gated_act(gate(x), up(x), act))
-    return y
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
@@ -39,14 +40,46 @@ def multi_scale_kernel(
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)
 
 
+@kernel("da gate up dz_gate dz_up partial_gate partial_up", "M N")
+def multi_gated_kernel(
+    da, gate, up, g_gate, g_up, offsets, dz_gate, dz_up, partial_gate, partial_up, M, G, N,
+    stride_da, stride_gate, stride_up, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
+):
+    """dz of gate and of up, and the sums of dy v of both, v times g: the pass of the activation's backward with those of two
+    layers. Programs beside each other have the two of one tile, so that what both read comes from memory once."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    at = tl.program_id(0) // 2
+    n = at % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = at // tiles
+    _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
+    dy = (Matrix(da, stride_da, None), Matrix(gate, stride_gate, None), Matrix(up, stride_up, None))
+    if tl.program_id(0) % 2 == 0:
+        g = vector(g_gate + tl.cast(a, tl.int64) * N, n, N)[None, :]
+        sums = scaled(dy, dy[1], None, dz_gate, None, g, None, n, 0, lo, hi, hi, N, 1, False, 0, BLOCK_M, STAGES, ACT, False)
+        store_sums(sums, partial_gate, None, None, pair, n, N, 1)
+    else:
+        g = vector(g_up + tl.cast(a, tl.int64) * N, n, N)[None, :]
+        sums = scaled(dy, dy[2], None, dz_up, None, g, None, n, 0, lo, hi, hi, N, 1, False, 0, BLOCK_M, STAGES, ACT, True)
+        store_sums(sums, partial_up, None, None, pair, n, N, 1)
+
+
+@triton.jit
+def _rows(p, top, stride):
+    """The matrix from this row on."""
+    return Matrix(p + top * stride, stride, None)
+
+
 @kernel("partial_m")
 def multi_finish_kernel(
-    dy, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
-    stride_dy, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
-    SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    dy, gate, up, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
+    stride_dy, stride_gate, stride_up, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
+    SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ACT: tl.constexpr,
+    OF_UP: tl.constexpr,
 ):
     """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v: a few
-    columns at a time, since registers for all of them would leave room for few programs."""
+    columns at a time, since registers for all of them would leave room for few programs. Beside ACT dy is da, of
+    gate and up, and the layer is one of them."""
     n = block_on(0, BLOCK_N)
     in_n = n < N
     a = tl.program_id(1)
@@ -63,16 +96,17 @@ def multi_finish_kernel(
         store_gradients(dg, ga, ca, dm, dc, at, in_n & ~again)
         if tl.max((again & in_n).to(tl.int32), axis=0) > 0:
             top = lo.to(tl.int64)
-            own_dy, own_h = Matrix(dy + top * stride_dy, stride_dy, None), Matrix(h + top * stride_hm, stride_hm, None)
-            own_x = Matrix(x + top * stride_xm, stride_xm, None)
+            own_dy, own_h = _rows(dy, top, stride_dy), _rows(h, top, stride_hm)
+            below = own_dy if ACT == "" else (own_dy, _rows(gate, top, stride_gate), _rows(up, top, stride_up))
+            own_x = _rows(x, top, stride_xm)
             own_w = Matrix(w + tl.cast(a, tl.int64) * stride_we, stride_wn, stride_wk)
             own_b = Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_bn, stride_br)
             for i in range(0, BLOCK_N, 32):
                 few = tl.program_id(0) * BLOCK_N + i + tl.arange(0, 32)
                 here = tl.cast(a, tl.int64) * N + few
                 g_few, c_few = tl.load(g + here, mask=few < N, other=1.0), tl.load(c + here, mask=few < N, other=1.0)
-                exact = dot_rows(own_dy, own_x, own_w, few, N, hi - lo, K)
-                exact += dot_rows(own_dy, own_h, own_b, few, N, hi - lo, R)
+                exact = dot_rows(below, own_x, own_w, few, N, hi - lo, K, ACT, OF_UP)
+                exact += dot_rows(below, own_h, own_b, few, N, hi - lo, R, ACT, OF_UP)
                 mask = (few < N) & (tl.abs(g_few) < tiny)
                 store_gradients(exact, g_few, c_few, dm, dc, here, mask)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.act import gradient_of
 from fdora.triton.kernels.g import EPS, g_tile, times_g
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.sums import column_sums
@@ -14,22 +15,33 @@ from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def over_few(dy, x, n, k, N, M, K):
+def dy_at(dy, t, n, M, N, ACT: tl.constexpr, OF_UP: tl.constexpr):
+    """dy, loaded; beside ACT it is formed of da, gate and up, and rounded as the activation's own pass rounds it."""
+    if ACT == "":
+        return loaded(dy, t, n, M, N)
+    else:
+        z, u = loaded(dy[1], t, n, M, N).to(tl.float32), loaded(dy[2], t, n, M, N).to(tl.float32)
+        d = loaded(dy[0], t, n, M, N)
+        return gradient_of(d.to(tl.float32), z, u, OF_UP, ACT).to(d.dtype)
+
+
+@triton.jit
+def over_few(dy, x, n, k, N, M, K, ACT: tl.constexpr = "", OF_UP: tl.constexpr = False):
     """dy^T x at the columns n of dy and k of x. As over_tokens, but that x is asked for behind dy: both at once spill."""
     v = zeros(n.shape[0], k.shape[0])
     for t0 in range(0, M, 32):
         t = t0 + tl.arange(0, 32)
-        v = tl.dot(tl.trans(loaded(dy, t, n, M, N)), loaded(x, t, k, M, K), v)
+        v = tl.dot(tl.trans(dy_at(dy, t, n, M, N, ACT, OF_UP)), loaded(x, t, k, M, K), v)
     return v
 
 
 @triton.jit
-def dot_rows(dy, x, w, n, N, M, K):
+def dot_rows(dy, x, w, n, N, M, K, ACT: tl.constexpr = "", OF_UP: tl.constexpr = False):
     """sum_k (dy^T x)_nk w_nk for the columns n of dy."""
     total = tl.zeros(n.shape, tl.float32)
     for k0 in range(0, K, 32):
         k = k0 + tl.arange(0, 32)
-        v = over_few(dy, x, n, k, N, M, K)
+        v = over_few(dy, x, n, k, N, M, K, ACT, OF_UP)
         total += tl.sum(v * loaded(w, n, k, N, K).to(tl.float32), axis=1)
     return total
 
@@ -68,6 +80,7 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
 def scaled(
     dy, saved, h, dz, beside, g, g_beside, n, first, begin, end, M, N, R,
     WITH_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr = "", OF_UP: tl.constexpr = False,
 ):
     """dz = g dy (and beside it dy with another factor) of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``,
     and their sums of dy v, dy and dz^T h. Everything is loaded before anything is stored: no load is moved ahead of a store.
@@ -78,13 +91,14 @@ def scaled(
     sum_B = zeros(n.shape[0], r.shape[0])
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         t = first + i + tl.arange(0, BLOCK_M)
-        d = loaded(dy, t, n, M, N).to(tl.float32)
+        given = dy_at(dy, t, n, M, N, ACT, OF_UP)
+        d = given.to(tl.float32)
         if saved.p is not None:
             v = loaded(saved, t, n, M, N).to(tl.float32)
         if BLOCK_R > 0:
             ht = loaded(h, t, r, M, R)
         if dz is not None or BLOCK_R > 0:
-            z = d.to(dy.p.dtype.element_ty) if g is None else times_g(d, g, dy.p.dtype.element_ty)
+            z = given if g is None else times_g(d, g, given.dtype)
         if dz is not None:
             store(z, Matrix(dz, N, None), t, n, M, N)
         if beside is not None:
