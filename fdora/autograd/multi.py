@@ -230,8 +230,12 @@ def _gated_backward(da: Tensor, calls: Any, act: str, needs: Sequence[BankNeeds]
     dzs = next(results), next(results)
     sums = [tuple(next(results) if need else None for need in (each.m, each.c)) for each in needs]
     dx, grads = None, []
-    for dz, bank, own, need, of_m in zip(dzs, banks, (h, h_up), needs, sums, strict=True):
-        plain, rest = bank._replace(m=None, c=None), need._replace(m=False, c=False, bias=False)
+    for dz, call, bank, own, need, of_m in zip(dzs, calls, banks, (h, h_up), needs, sums, strict=True):
+        layer = Operands(bank.W, bank.A, bank.B, None, None, None, bank.seed)
+        plain, rest = (
+            bank_of(call, Tokens(bank.s, offsets), layer, x.dtype),
+            BankNeeds(need.x, need.A, need.B, False, False, False),
+        )
         d, dA, dB, *_ = ops.multi_bwd(dz, x, plain, own, (), rest, True)
         dx = d if dx is None else dx.add_(d)
         grads += [dA, dB, *of_m, None]

@@ -56,7 +56,7 @@ def test_tiles(target, shape, tmp_path):
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 def test_gate_and_up_in_one_pass(target, act, tmp_path):
-    (M, N, K, r, G), likes = (8192, 14336, 4096, 16, 4), bank(8192, 14336, 4096, 16, 4, BF16, BF16)
+    (M, N, K, r), likes = (8192, 14336, 4096, 16), bank(8192, 14336, 4096, 16, 4, BF16, BF16)
     wide, h = alike(M, N, dtype=BF16), alike(M, r, dtype=BF16)
     given = (wide, wide, wide, alike(M, K, dtype=BF16), h, h, *likes, *likes)
     made = [multi.plan_gated(given, device(target), act, (True,) * 4)]
@@ -108,7 +108,7 @@ def test_experts(target, shape, tmp_path):
     (M, K, N, _, G), d = shape, device(target)
     x, dy, h = alike(M, K, dtype=BF16), alike(M, N, dtype=BF16), alike(M, r, dtype=BF16)
     likes, no_dx = bank(M, N, K, r, G, BF16, BF16, experts=True), (False, *(True,) * 4, False)
-    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, (), 0.0, "lora", no_dx))
+    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, False, (), 0.0, "lora", no_dx))
     for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
         assert_builds(made, target, tmp_path, name, SPILL)
 
@@ -126,7 +126,7 @@ def test_experts_of_codes(target, shape, mode, tmp_path):
         likes += [alike(E * N, K, dtype=torch.float8_e4m3fn), scales]
         made.append(multi.plan_forward((x, *likes), device(target), (), 0.0, "lora", bias, *facts, True))
     saved, needs = (dy, x, alike(M, r, dtype=BF16), dy), (*(True,) * 5, True)
-    made.append(multi.plan_backward((*saved, *likes), device(target), True, (), 0.0, "lora", needs, *facts, True))
+    made.append(multi.plan_backward((*saved, *likes), device(target), True, False, (), 0.0, "lora", needs, *facts, True))
     assert all("grouped product of codes" in plan.path or "product of codes for dx" in plan.path for plan in made)
     assert_builds(made, target, tmp_path, "multi_codes")
     assert_builds(made, target, tmp_path, "fp8")

@@ -399,6 +399,7 @@ OPS = (
     "model_norms",
     "multi",
     "multi_backward",
+    "multi_gated",
     "multi_route",
     "norm_backward",
     "quant_row_norm",

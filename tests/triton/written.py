@@ -412,7 +412,7 @@ def calls_of_fp8_banks(M, N, K, ranks, dtype, experts=False):
         )
         yield multi.plan_forward, [x, *tensors], ((), p, "lora", True, *facts, *grouped)
         saved = [dy, x, alike(M, r, dtype=dtype), dy]
-        yield multi.plan_backward, [*saved, *tensors], (also, (), p, "lora", (*(True,) * 5, also), *facts, *grouped)
+        yield multi.plan_backward, [*saved, *tensors], (also, False, (), p, "lora", (*(True,) * 5, also), *facts, *grouped)
 
 
 def wants_float8(maker, options):
@@ -461,7 +461,7 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
             if any(wanted):
                 for pre_scale in (dtype == FP32 or bias, True):
                     kept = dy if wanted[3] or wanted[4] else None
-                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, of, p, mode, wanted)
+                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, False, of, p, mode, wanted)
         yield plan_route, [alike(M, dtype=torch.int64)], (G,)
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
 
@@ -478,7 +478,7 @@ def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
             tensors[0] = tensors[0]._replace(stride=(N * K, 1, N))
         yield multi.plan_forward, [x, *tensors], ((), 0.0, "lora", True)
         for pre_scale in {dtype == FP32 or bias, True}:
-            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, (), 0.0, "lora", (*(True,) * 5, bias))
+            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, False, (), 0.0, "lora", (*(True,) * 5, bias))
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], ((), None)
     yield from calls_around_experts(M, N, dtype)
 

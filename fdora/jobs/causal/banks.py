@@ -145,8 +145,6 @@ what these make of x, or of the tokens without it; (M, hidden) where the last is
 def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module] = ()) -> Iterator[Logits]:
     """The model's layers are these until the end: backward may run them again (activation checkpointing). What stood in their
     places comes back. ``blocks``: where the model is cut."""
-    from fdora.integrations._peft.blocks import gated_mlps
-
     inner, now, ran = model.get_base_model(), list[Any](), set[str]()
     wanted = {"input_ids", "position_ids", "use_cache", "logits_to_keep"}
     if not wanted <= inspect.signature(inner.forward).parameters.keys():
@@ -166,16 +164,10 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
     def run(path: str, n: int, x: Tensor) -> Tensor:
         return dora_linear_multi(x, offsets=now[2].ends, **given(x, path, n))
 
-    def mlp(module: nn.Module, how: Any, act: Any, x: Tensor) -> Tensor:
-        """What a gated MLP computes, with its activation and the product behind it in one pass."""
-        gate, up, down = (getattr(module, name) for name in how.layers())
-        pair = [at[each] for each in (gate, up) if each in at]
-        if len(pair) < 2:
-            a = gated_act(gate(x), up(x), act)
-        else:
-            a = gated_multi(x, [given(x, *each) for each in pair], act, now[2].ends)
-        y: Tensor = down(a)
-        return y
+    def gated(gate: nn.Module, up: nn.Module, act: Any, x: Tensor) -> Tensor:
+        if gate in at and up in at:
+            return gated_multi(x, [given(x, *at[each]) for each in (gate, up)], act, now[2].ends)
+        return gated_act(gate(x), up(x), act)
 
     def through(n: int, forward: Callable[..., Tensor], x: Tensor, *rest: Any, **more: Any) -> Tensor:
         return forward(x, *rest, **more) if n in now[3] else x
@@ -196,14 +188,11 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
             found = inner.get_decoder()(**how).last_hidden_state[0]
         if found.requires_grad:  # backward runs again what is of this microbatch, whichever went forward last
             found.register_hook(lambda _: now.__setitem__(slice(None), mine))
-        asleep = next((path for path in params if path not in ran), None)
-        if asleep:
-            remedy = "Restore what runs its blocks in another way."
-            raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
+        check_ran(params, ran)
         return found
 
     at = {model.get_submodule(path): (path, n) for n, path in enumerate(layers)}
-    placed: dict[nn.Module, Callable[..., Any]] = {each: partial(mlp, each, *how) for each, how in gated_mlps(inner).items()}
+    placed = gated_mlps_of(inner, gated)
     placed |= {module: partial(run, *own) for module, own in at.items()}
     placed |= {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
     before = {module: module.__dict__.get("forward") for module in placed}
@@ -221,6 +210,26 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         model.requires_grad_(False)
         for p in learning:
             p.requires_grad_(True)
+
+
+def check_ran(params: Mapping[str, DoraParams], ran: set[str]) -> None:
+    asleep = next((path for path in params if path not in ran), None)
+    if asleep:
+        remedy = "Restore what runs its blocks in another way."
+        raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
+
+
+def gated_mlps_of(model: nn.Module, gated: Callable[..., Tensor]) -> dict[nn.Module, Callable[..., Any]]:
+    """Forwards for its gated MLPs, whatever their layers are: ``gated(gate, up, act, x)`` is what down reads."""
+    from fdora.integrations._peft.blocks import gated_mlps
+
+    return {module: partial(gated_mlp, module, how, act, gated) for module, (how, act) in gated_mlps(model).items()}
+
+
+def gated_mlp(module: nn.Module, how: Any, act: Any, gated: Callable[..., Tensor], x: Tensor) -> Tensor:
+    gate, up, down = (getattr(module, name) for name in how.layers())
+    y: Tensor = down(gated(gate, up, act, x))
+    return y
 
 
 @torch.no_grad()
