@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -28,6 +29,7 @@ from fdora.functional import (
     select_backend,
 )
 from fdora.functional.act import gated_act
+from fdora.functional.multi import gated_multi
 from fdora.quant import quantize
 from tests import device, reference
 from tests.close import rel_l2
@@ -356,8 +358,16 @@ def more_calls():
     yield torch.ops.fdora.norm_backward(m, W, A, B, m, S, [True, True])  # a call reaches it with a bfloat16 W
     yield torch.ops.fdora.model_norms([W, W.T], [A, B.T], [B, A.T], [S, 2 * S])
     yield gated_act(x.requires_grad_(), x, backend="triton")
+    yield gated_pair()
     kept = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend="triton")
     yield torch.ops.fdora.row_norms_kept([W] * 2, [A] * 2, [B] * 2, [S] * 2, *zip(kept, kept, strict=True))
+
+
+def gated_pair():
+    draw = partial(torch.randn, dtype=torch.float16, device=device.NAME)
+    A, B, m = draw(2, 4, 32), draw(2, 48, 4), torch.rand(2, 48, device=device.NAME)
+    layer = {"W": draw(48, 32), "A": A.requires_grad_(), "B": B, "m": m.requires_grad_(), "s": [S, S], "backend": "triton"}
+    return gated_multi(draw(20, 32), [layer, layer], "silu", torch.tensor([8, 20], dtype=torch.int32, device=device.NAME))
 
 
 @pytest.fixture(scope="module")

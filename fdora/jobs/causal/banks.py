@@ -146,17 +146,12 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
     """The model's layers are these until the end: backward may run them again (activation checkpointing). What stood in their
     places comes back. ``blocks``: where the model is cut."""
     inner, now, ran = model.get_base_model(), list[Any](), set[str]()
-    wanted = {"input_ids", "position_ids", "use_cache", "logits_to_keep"}
-    if not wanted <= inspect.signature(inner.forward).parameters.keys():
-        raise unknown(inner, f"lacks arguments among {sorted(wanted)}")
+    at = {model.get_submodule(path): (path, n) for n, path in enumerate(layers)}
+    check_forward(inner)
 
     def given(x: Tensor, path: str, n: int) -> dict[str, Any]:
         params, norms, packed, _ = now
-        if x.shape[-2] != len(packed.ids):  # offsets would be those of others
-            have = f"{x.shape[-2]} of {len(packed.ids)} in `{path}`"
-            raise fail(
-                FN, "model", "one whose adapted layers get all tokens", have, "Adapt no head, no layers of single experts."
-            )
+        check_tokens(x, packed, path)
         ran.add(path)
         seed = None if packed.seed is None else packed.seed * len(layers) + n
         return arguments(layers[path], params[path], norms[path], seed)
@@ -180,20 +175,18 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         part: range = range(len(blocks)),
     ) -> Tensor:
         now[:] = mine = params, norms, packed, part
-        how = {"position_ids": packed.places[None], "use_cache": False}
-        how |= {"input_ids": packed.ids[None]} if x is None else {"inputs_embeds": x[None]}
+        given_x = {"input_ids": packed.ids[None]} if x is None else {"inputs_embeds": x[None]}
+        how = {"position_ids": packed.places[None], "use_cache": False, **given_x}
         if part.stop == len(blocks):
             found: Tensor = inner(**how, logits_to_keep=packed.at).logits[0]
         else:
             found = inner.get_decoder()(**how).last_hidden_state[0]
+        check_ran(params, ran)
         if found.requires_grad:  # backward runs again what is of this microbatch, whichever went forward last
             found.register_hook(lambda _: now.__setitem__(slice(None), mine))
-        check_ran(params, ran)
         return found
 
-    at = {model.get_submodule(path): (path, n) for n, path in enumerate(layers)}
-    placed = gated_mlps_of(inner, gated)
-    placed |= {module: partial(run, *own) for module, own in at.items()}
+    placed = gated_mlps_of(inner, gated) | {module: partial(run, *own) for module, own in at.items()}
     placed |= {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
     before = {module: module.__dict__.get("forward") for module in placed}
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -210,6 +203,18 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         model.requires_grad_(False)
         for p in learning:
             p.requires_grad_(True)
+
+
+def check_forward(inner: Any) -> None:
+    wanted = {"input_ids", "position_ids", "use_cache", "logits_to_keep"}
+    if not wanted <= inspect.signature(inner.forward).parameters.keys():
+        raise unknown(inner, f"lacks arguments among {sorted(wanted)}")
+
+
+def check_tokens(x: Tensor, packed: Packed, path: str) -> None:
+    if x.shape[-2] != len(packed.ids):  # offsets would be those of others
+        have, remedy = f"{x.shape[-2]} of {len(packed.ids)} in `{path}`", "Adapt no head, no layers of single experts."
+        raise fail(FN, "model", "one whose adapted layers get all tokens", have, remedy)
 
 
 def check_ran(params: Mapping[str, DoraParams], ran: set[str]) -> None:

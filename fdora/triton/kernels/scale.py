@@ -13,6 +13,8 @@ from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, 
 from fdora.triton.runtime.cost import ANY_LENGTH, kernel
 from fdora.triton.runtime.private import gdc_launch_dependents, gdc_wait
 
+NO_ACT = tl.constexpr("")
+
 
 @triton.jit
 def dy_at(dy, t, n, M, N, ACT: tl.constexpr, OF_UP: tl.constexpr):
@@ -26,7 +28,7 @@ def dy_at(dy, t, n, M, N, ACT: tl.constexpr, OF_UP: tl.constexpr):
 
 
 @triton.jit
-def over_few(dy, x, n, k, N, M, K, ACT: tl.constexpr = "", OF_UP: tl.constexpr = False):
+def over_few(dy, x, n, k, N, M, K, ACT: tl.constexpr = NO_ACT, OF_UP: tl.constexpr = False):
     """dy^T x at the columns n of dy and k of x. As over_tokens, but that x is asked for behind dy: both at once spill."""
     v = zeros(n.shape[0], k.shape[0])
     for t0 in range(0, M, 32):
@@ -36,7 +38,7 @@ def over_few(dy, x, n, k, N, M, K, ACT: tl.constexpr = "", OF_UP: tl.constexpr =
 
 
 @triton.jit
-def dot_rows(dy, x, w, n, N, M, K, ACT: tl.constexpr = "", OF_UP: tl.constexpr = False):
+def dot_rows(dy, x, w, n, N, M, K, ACT: tl.constexpr = NO_ACT, OF_UP: tl.constexpr = False):
     """sum_k (dy^T x)_nk w_nk for the columns n of dy."""
     total = tl.zeros(n.shape, tl.float32)
     for k0 in range(0, K, 32):
@@ -80,7 +82,7 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
 def scaled(
     dy, saved, h, dz, beside, g, g_beside, n, first, begin, end, M, N, R,
     WITH_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    ACT: tl.constexpr = "", OF_UP: tl.constexpr = False,
+    ACT: tl.constexpr = NO_ACT, OF_UP: tl.constexpr = False,
 ):
     """dz = g dy (and beside it dy with another factor) of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``,
     and their sums of dy v, dy and dz^T h. Everything is loaded before anything is stored: no load is moved ahead of a store.
