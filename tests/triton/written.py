@@ -462,6 +462,8 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
                 for pre_scale in (dtype == FP32 or bias, True):
                     kept = dy if wanted[3] or wanted[4] else None
                     yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, False, of, p, mode, wanted)
+        if m and not bias and p == 0 and dtype != FP32:
+            yield multi.plan_gated, [dy, dy, dy, x, h, h, *tensors, *tensors], ("silu", (True,) * 4)
         yield plan_route, [alike(M, dtype=torch.int64)], (G,)
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], (of, None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
@@ -64,12 +63,6 @@ def multi_gated_kernel(
         store_sums(sums, partial_up, None, None, pair, n, N, 1)
 
 
-@triton.jit
-def _rows(p, top, stride):
-    """The matrix from this row on."""
-    return Matrix(p + top * stride, stride, None)
-
-
 @kernel("partial_m")
 def multi_finish_kernel(
     dy, gate, up, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
@@ -96,9 +89,11 @@ def multi_finish_kernel(
         store_gradients(dg, ga, ca, dm, dc, at, in_n & ~again)
         if tl.max((again & in_n).to(tl.int32), axis=0) > 0:
             top = lo.to(tl.int64)
-            own_dy, own_h = _rows(dy, top, stride_dy), _rows(h, top, stride_hm)
-            below = own_dy if ACT == "" else (own_dy, _rows(gate, top, stride_gate), _rows(up, top, stride_up))
-            own_x = _rows(x, top, stride_xm)
+            own_dy, own_h = Matrix(dy + top * stride_dy, stride_dy, None), Matrix(h + top * stride_hm, stride_hm, None)
+            below = own_dy if ACT == "" else (
+                own_dy, Matrix(gate + top * stride_gate, stride_gate, None), Matrix(up + top * stride_up, stride_up, None),
+            )
+            own_x = Matrix(x + top * stride_xm, stride_xm, None)
             own_w = Matrix(w + tl.cast(a, tl.int64) * stride_we, stride_wn, stride_wk)
             own_b = Matrix(b + tl.cast(a, tl.int64) * stride_ba, stride_bn, stride_br)
             for i in range(0, BLOCK_N, 32):
