@@ -205,7 +205,8 @@ def _finish(
     given = {"dy": of.dy, "x": of.x, "w": of.bank.W, "h": of.h, "b": of.bank.B, "partial_m": partial_m}
     given |= {"M": of.x.shape[0], "G": G, "N": N, "K": K, "R": R, "SAVED_PRE_SCALE": of.pre_scale, "tiny": tiny_of(of.dy.dtype)}
     given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t, **named("gate up ACT OF_UP", gated)}
-    plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, of.bank)
+    warps = 8 if gated[2] else 4  # to form d gate takes registers that 4 lack
+    plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, of.bank, num_warps=warps)
 
 
 def gated_scale(plan: Builder, pair: Sequence[Given], act: str, dzs: Sequence[Array], outs: Sequence[Out]) -> None:

@@ -16,9 +16,7 @@ from tests.triton.written import BF16, FP32, alike, bank, by_tma, launches
 GPUS = (80, 90, 100)
 # Bytes of stack: masks and addresses of single elements, where a norm of float32 factors or float32 tokens are multiplied.
 # Backward's pass in float32 on sm_100: ptxas puts two words aside although it uses 72 registers, and frees none by it.
-# multi_finish_kernel beside an activation: where it forms lost columns again, which is rare.
 SPILL = {
-    "multi_finish_kernel": 16,
     "multi_scale_kernel": 8,
     "multi_epilogue_kernel": 32,
     "multi_h_kernel": 16,
