@@ -22,11 +22,11 @@ def made(on: str, dtype: torch.dtype, ends: list[int], r: int, **more) -> tuple[
         return (torch.randn(*shape, generator=draw, device=on) / K**0.5).to(dtype)
 
     x, pair, leaves = drawn(M, K).mul_(K**0.5).requires_grad_(), [], []
-    for _ in range(2):
+    for lost in (3, 5):
         W, A, B = drawn(F, K), drawn(G, r, K), drawn(G, F, r)
         norm = dora_norm(W, A, B, s=[2.0] * G)
         m = (norm * (1 + 0.1 * torch.randn(G, F, generator=draw, device=on))).to(torch.float32)
-        m[:, 3] = 0.0  # nothing of v is left in such a column
+        m[:, lost] = 0.0  # nothing of v is left in this column, and the other layer has its own
         leaves += [each.requires_grad_() for each in (A, B, m)]
         pair.append({"W": W, "A": A, "B": B, "m": m, "s": [2.0] * G, "norm": norm, "backend": "triton"} | more)
     return x, pair, torch.tensor(ends, dtype=torch.int32, device=on), [x, *leaves]
