@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
-from fdora.functional import DoraParams, dora_init, dora_linear, dora_stack
+from fdora.functional import DoraParams, dora_init, dora_linear, dora_linear_multi, dora_stack
 from fdora.functional.act import gated_act
 from fdora.functional.multi import gated_multi
-from fdora.jobs.causal.banks import Layer, adapted, arguments, norms_of
+from fdora.jobs.causal.banks import Layer, arguments, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
 from fdora.jobs.schedule.records import Microbatch
@@ -148,7 +148,7 @@ def by_modules(model: nn.Module, data: Data) -> Tensor:
 
 
 def grouped(layer: Layer, params: DoraParams, norm: Tensor | None, data: Data, x: Tensor, seed: int | None) -> Tensor:
-    return adapted(layer, params, norm, data.ends, x, seed)
+    return dora_linear_multi(x, offsets=data.ends, **arguments(layer, params, norm, seed))
 
 
 def separate(layer: Layer, params: DoraParams, norm: Tensor | None, data: Data, x: Tensor, seed: int | None) -> Tensor:

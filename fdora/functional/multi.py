@@ -25,6 +25,7 @@ from fdora._records import Operands
 from fdora.autograd._ops import OPS
 from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
 from fdora.autograd.multi import gated_multi as run_pair
+from fdora.autograd.node import ACTS
 from fdora.functional._seed import checked, seed_tensor
 from fdora.functional.act import gated_act
 from fdora.functional.backend import select_backend
@@ -161,21 +162,21 @@ def prepared(
 
 
 def gated_multi(x: Tensor, pair: Sequence[dict[str, Any]], act: Any, offsets: Tensor) -> Tensor:
-    """``f(gate) up`` of two calls of :func:`dora_linear_multi` on one x, each with these arguments; as :func:`gated_act`.
+    """``f(gate) up`` of two calls of :func:`dora_linear_multi` on one x, each with these arguments.
 
-    With kernels, of dense half-precision layers that have an m each, no bias and one product with W, the two are one node: the
-    gradients of gate and up are not written, but what is made of them. Memory: keeps x, x @ A.T of both, gate and up.
+    With kernels, two dense half-precision layers that have an m, no bias and one product with W are one node, which never
+    writes the gradients of gate and up; others are a node each, and :func:`gated_act`. Memory: keeps x, x @ A.T of both, gate
+    and up.
     """
-    if not all(takes_pair(x, **of) for of in pair):
+    first, second = pair
+    if act not in ACTS or first["W"].shape != second["W"].shape or not all(takes_pair(x, **of) for of in pair):
         gate, up = (dora_linear_multi(x, offsets=offsets, **of) for of in pair)
-        return gated_act(gate, up, act, backend=pair[0].get("backend", "auto"))
+        return gated_act(gate, up, act, backend=first.get("backend", "auto"))
     fn, ready = "dora_linear_multi", []
     for of in pair:
         layer = DoraLayer(of["W"], of["A"], of["B"], of["m"], of["s"], None, of.get("norm"))
-        ranks, drop = (
-            check_sequence(fn, of.get("ranks")),
-            (of.get("dropout_p", 0.0), of.get("dropout_mode", "lora"), of.get("seed")),
-        )
+        drop: Any = of.get("dropout_p", 0.0), of.get("dropout_mode", "lora"), of.get("seed")
+        ranks = check_sequence(fn, of.get("ranks"))
         check_multi(fn, x, layer, offsets, None, ranks)
         ready.append(prepared(fn, x, layer, (offsets, None), ranks, drop, (None, None), of.get("backend", "auto")))
     xs, layers, tokens, calls = zip(*ready, strict=True)
@@ -185,8 +186,10 @@ def gated_multi(x: Tensor, pair: Sequence[dict[str, Any]], act: Any, offsets: Te
 def takes_pair(
     x: Tensor,
     W: Any,
-    m: Any = None,
-    bias: Any = None,
+    A: Tensor,
+    B: Tensor,
+    m: Tensor | None,
+    bias: Tensor | None = None,
     dropout_p: Any = 0.0,
     dropout_mode: str = "lora",
     backend: Backend = "auto",
@@ -194,7 +197,7 @@ def takes_pair(
 ) -> bool:
     """Whether one pass forms the gradients that two such layers and their activation have."""
     twice = dropout_mode == "peft" and (isinstance(dropout_p, Tensor) or dropout_p != 0)
-    if isinstance(W, QuantWeight) or is_sharded(x, W) or m is None or bias is not None or twice:
+    if isinstance(W, QuantWeight) or is_sharded(x, W, A, B, m) or m is None or bias is not None or twice:
         return False
     return W.dtype.itemsize == 2 and OPS[select_backend(x, backend=backend).name].multi_gated_bwd is not None
 

@@ -27,10 +27,10 @@ from transformers import (
 
 from fdora import FdoraError
 from fdora.eager.dropout import drop
-from fdora.functional import DoraParams
+from fdora.functional import DoraParams, dora_linear_multi
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
-from fdora.jobs.causal.banks import Layer, adapted, layers_of, norm_of, norms_of, running
+from fdora.jobs.causal.banks import Layer, arguments, layers_of, norm_of, norms_of, running
 from fdora.jobs.causal.data import Packed
 from fdora.jobs.loop import Job
 from fdora.jobs.loop.step import leaves_of
@@ -284,7 +284,7 @@ def test_dropout_above_codes_is_that_above_their_weight():
     found = []
     for each in (W, W.dequantize()):
         layer = Layer(each, (2.0, 0.5), (3, 3), bias, torch.tensor([[True], [False]]), torch.tensor([0.5, 0.25]))
-        y = adapted(layer, params, norm_of(layer, params), ends, x, seed=5)
+        y = dora_linear_multi(x, offsets=ends, **arguments(layer, params, norm_of(layer, params), seed=5))
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

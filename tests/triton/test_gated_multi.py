@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fdora import FdoraError
 from fdora.functional import dora_linear_multi, dora_norm
 from fdora.functional.act import gated_act
 from fdora.functional.multi import gated_multi
@@ -53,3 +54,13 @@ def test_as_the_node_of_each(act, ends, r, more):
     for mine, other in zip(grads, torch.autograd.grad(expected, leaves, da), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
     assert type(found.grad_fn).__name__ == "GatedMultiBackward"
+
+
+def test_what_is_refused_as_by_the_node_of_each():
+    x, pair, offsets, _ = made(device.NAME, HALF[0], [200], 4)
+    with pytest.raises(FdoraError, match="`act` must be one of silu"):
+        gated_multi(x, pair, "relu", offsets)
+    narrow = pair[1] | {name: pair[1][name][..., :80] for name in ("m", "norm")}
+    narrow |= {"W": pair[1]["W"][:80], "B": pair[1]["B"][:, :80]}
+    with pytest.raises(FdoraError, match="`up` must be"):
+        gated_multi(x, [pair[0], narrow], "silu", offsets)

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
 
 def norms_of(layers: Mapping[str, Layer], params: Mapping[str, DoraParams]) -> dict[str, Tensor | None]:
-    """What :func:`adapted` wants of each layer, once for each optimizer step."""
+    """What the layers want as their norm, once for each optimizer step."""
     return {name: norm_of(layers[name], own) for name, own in params.items()}
 
 
@@ -52,17 +52,13 @@ def norm_of(layer: Layer, params: DoraParams) -> Tensor | None:
     return c if layer.dora is None else torch.where(layer.dora, c, 1.0)
 
 
-def adapted(layer: Layer, params: DoraParams, norm: Tensor | None, ends: Tensor, x: Tensor, seed: int | None = None) -> Tensor:
-    """The layer on tokens that are sorted by adapter. A plain LoRA's m is 1 whatever stands in its row: it has no gradient.
+def arguments(layer: Layer, params: DoraParams, norm: Tensor | None, seed: int | None = None) -> dict[str, Any]:
+    """What :func:`dora_linear_multi` takes of the layer, beside x and offsets. A plain LoRA's m is 1 whatever stands in its
+    row: it has no gradient.
 
     With a seed an adapter hears D(x), and PEFT's DoRA corrects ``D(x) W^T`` alone: ``dropout_mode``. One product with W is
     enough where all are plain LoRA, and for "lora".
     """
-    return dora_linear_multi(x, offsets=ends, **arguments(layer, params, norm, seed))
-
-
-def arguments(layer: Layer, params: DoraParams, norm: Tensor | None, seed: int | None = None) -> dict[str, Any]:
-    """Of the layer's call, beside x and whose the tokens are."""
     A, B, m = params
     m = m if layer.dora is None else torch.where(layer.dora, m, 1.0)
     given = {"W": layer.W, "A": A, "B": B, "m": m, "s": layer.s, "ranks": layer.ranks, "bias": layer.bias, "norm": norm}
