@@ -39,7 +39,7 @@ def multi_scale_kernel(
     store_sums(sums, partial_m, partial_bias, partial_B, pair, n, N, R)
 
 
-@kernel("da gate up dz_gate dz_up partial_gate partial_up", "M N")
+@kernel("da gate up dz_gate dz_up partial_gate partial_up")
 def multi_gated_kernel(
     da, gate, up, g_gate, g_up, offsets, dz_gate, dz_up, partial_gate, partial_up, M, G, N,
     stride_da, stride_gate, stride_up, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
