@@ -32,7 +32,7 @@ def as_tensor(a):
 @pytest.mark.parametrize("what", [*NAMES, *OTHERS])
 def test_a_launch_says_what_its_step_says(what, gpu, monkeypatch):
     if gpu == "a100" and "8-bit" in what:
-        pytest.skip("it has no such products; h200 has")
+        pytest.skip("an A100 has no products of 8 bits; the same case for an H200 runs on every machine")
     monkeypatch.setattr(explaining, "describe", lambda plan, rates: plan)
     drawn = [OTHERS[what]()] if what in OTHERS else [*calls(what, 14, **HALF), *calls(what, 6, whole=True, largest=300, **HALF)]
     plans = [plan for fn, args, kwargs in drawn for plan in explain(fn, *args, gpu=gpu, **kwargs).plans]

@@ -66,7 +66,7 @@ def lora_of(given, low):
 @pytest.mark.parametrize("bias", [False, True])
 def test_tokens_of_dora_are_scaled_once_and_others_are_as_a_server_for_lora_has_them(adds, M, N, gap, r, parts, dtype, bias):
     if adds and dtype == torch.float32 and device.NAME != "cpu":
-        pytest.skip("vLLM's kernels take no float32; here its products would be of tf32")
+        pytest.skip("on a GPU products of float32 are of tf32 here; runs in the interpreter, the second half of `make test`")
     given, low = call(M, N, dtype, bias, gap=gap, r=r, parts=parts)
     z, g, holds, b, slots = given
     before, lora = z.clone(), lora_of(given, low) if adds else 0
