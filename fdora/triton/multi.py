@@ -73,14 +73,21 @@ def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor,
 
 
 def multi_bwd(
-    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds, scaled: bool = False
+    dy: Tensor,
+    x: Tensor,
+    bank: Bank,
+    h: Tensor,
+    kept: tuple[Tensor, ...],
+    needs: BankNeeds,
+    scaled: bool = False,
+    other: Tensor | None = None,
 ) -> BankGrads:
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,).
-    ``scaled``: dy is dz, and dx, dA and dB are all that is wanted."""
+    ``scaled``: dy is dz, and dx, dA and dB are all that is wanted. ``other`` is added to dx, beside no dropout of PEFT's."""
     before = kept[0] if kept else None
     (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
     (ranks, how) = list(bank.ranks or ()), (bank.p, bank.mode)
-    results = iter(_multi_backward(dy, x, h, before, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
+    results = iter(_multi_backward(dy, x, h, before, other, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
 
 
@@ -211,13 +218,14 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
     y_of_codes(plan, out, x_of(plan, x, W), W, config)
 
 
-@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD, has_families=True)
+@maker("dora_linear_multi backward", "tokens tokens tokens tokens tokens rest", BACKWARD, has_families=True)
 def plan_backward(
     plan: Builder,
     dy: Array,
     x: Array,
     h: Array,
     kept: Array | None,
+    other: Array | None,
     likes: Likes,
     pre_scale: bool,
     scaled: bool,
@@ -234,9 +242,10 @@ def plan_backward(
     if not is_experts(bank) and not isinstance(bank.W, Packed):
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
+    other = other and dense(plan, sort(plan, other, order))
     kept = kept if pre_scale else sort(plan, kept, order)
     bank = bank._replace(order=None)
-    backward(plan, Given(dy, x, bank, h, kept, pre_scale, scaled), ranks or None, Out(sorted_dx, *grads))
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale, scaled, other), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
         unsort(plan, sorted_dx, order, dx)
 
@@ -299,10 +308,10 @@ multi, _multi = planned(
 )
 multi_backward, _multi_backward = planned(
     "multi_backward",
-    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, bool scaled, Tensor?[] bank, SymInt[] ranks, float p, "
-    "str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, Tensor? other, bool pre_scale, bool scaled, Tensor?[] bank, SymInt[] ranks, "
+    "float p, str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
     plan_backward,
-    lambda dy, x, h, kept, pre_scale, scaled, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
+    lambda dy, x, h, kept, other, pre_scale, scaled, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
         x, _described(bank, experts), needs
     ),
     asks=(1, 0),
