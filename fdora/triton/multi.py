@@ -218,14 +218,13 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
     y_of_codes(plan, out, x_of(plan, x, W), W, config)
 
 
-@maker("dora_linear_multi backward", "tokens tokens tokens tokens tokens rest", BACKWARD, has_families=True)
+@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD, has_families=True)
 def plan_backward(
     plan: Builder,
     dy: Array,
     x: Array,
     h: Array,
     kept: Array | None,
-    other: Array | None,
     likes: Likes,
     pre_scale: bool,
     scaled: bool,
@@ -235,7 +234,8 @@ def plan_backward(
     needs: tuple[bool, ...],
     *coded: Any,
 ) -> None:
-    bank = _read_bank(plan, likes, p, mode, *coded)
+    """likes: that of the dx that is added, and those of the bank."""
+    other, bank = plan.tokens(likes[0]), _read_bank(plan, likes[1:], p, mode, *coded)
     dx, *grads = plan.wanted([f"d{name}" for name in BankNeeds._fields], _gradients(x, bank, needs))
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
