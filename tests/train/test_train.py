@@ -30,7 +30,7 @@ from fdora.eager.dropout import drop
 from fdora.functional import DoraParams, dora_linear_multi
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
-from fdora.jobs.causal.banks import Layer, arguments, layers_of, norm_of, norms_of, running
+from fdora.jobs.causal.banks import Group, Layer, arguments, layers_of, norm_of, norms_of, running
 from fdora.jobs.causal.data import Packed
 from fdora.jobs.loop import Job
 from fdora.jobs.loop.step import leaves_of
@@ -420,6 +420,27 @@ def test_what_is_finite_alone_leaves_too(monkeypatch):
 
     monkeypatch.setattr(runs, "losses_of", together)
     assert train(model_of(), jobs_of(), capacity=40).diverged.keys() == ADAPTERS.keys()
+
+
+def test_layers_on_one_x_are_computed_together():
+    """What waits for a layer is for the same x, unchanged, in the same grad mode; each other call computes that layer alone."""
+    calls, (q, k, v) = [], (nn.Identity() for _ in range(3))
+
+    def run(x, modules):
+        calls.append(len(modules))
+        return [(10 * len(modules) + i) * x for i, _ in enumerate(modules)]
+
+    group, x, other = Group([q, k, v], run), torch.ones(2), torch.full((2,), 3.0)
+    assert [group.output(each, x)[0].item() for each in (q, k, v)] == [30, 31, 32] and calls == [3]
+    group.output(q, x)
+    assert group.output(k, other)[0] == 30 and group.output(v, other)[0] == 30 and calls == [3, 3, 1, 1]
+    group.output(q, x)
+    x.add_(1)
+    assert group.output(k, x)[0] == 20 and calls[4:] == [3, 1]
+    group.output(q, x)
+    with torch.no_grad():
+        assert group.output(k, x)[0] == 20 and calls[6:] == [3, 1]
+    assert not group.waiting
 
 
 def test_the_model_is_its_own_again():
