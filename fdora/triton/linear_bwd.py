@@ -90,7 +90,7 @@ def _backward(plan: Builder, of: Given) -> str:
     t, r, how, coded = x.dtype, la.A.shape[0], "no dx is asked for", isinstance(la.W, Packed)
     peft, few = la.seed is not None and dropout.mode == "peft", t != torch.float32 and is_few(plan, dy, la, False)
     codes = codes_config(plan, la.W, r, dx, la.seed is not None) if of.fp8 and dx is not None else None
-    if dx is not None and codes is None and not scaled and takes_g(plan.device, of):
+    if dx is not None and codes is None and takes_g(plan.device, of):
         return scaled_backward(plan, of, lambda out, W, A, dh: _dx(plan, of._replace(dx=out), dy, None, W, A, dh))
     both = not few and at_once(plan.device, of)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)

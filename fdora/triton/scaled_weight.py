@@ -42,7 +42,7 @@ def takes_g(on: Device, of: Given) -> bool:
     """Whether W takes g in the place of dy. Columns of codes that a bias drowns in y want W itself."""
     la, x = of.la, of.x
     half = x.dtype != torch.float32
-    if (half and is_small(x.shape[0])) or (la.seed is not None and of.dropout.mode == "peft"):
+    if of.scaled or (half and is_small(x.shape[0])) or (la.seed is not None and of.dropout.mode == "peft"):
         return False
     if isinstance(la.W, Packed):
         return la.bias is None or of.pre_scale

@@ -161,6 +161,10 @@ def calls_of_groups(M, N, K, r, dtype):
             saved = [low if frozen else wide, low, dy, dy if mode == "peft" else None, x, None, pre_up, None]
             for need_x in (False, True):
                 yield mlp.plan_backward, [x, x, *saved, *layers], (p, mode, act, need_x, full)
+            if not frozen and not seed:  # without a bias: one pass for dz of gate and up
+                three = [*layers[:7], *layer(N, K, r, t, t), *layers[14:]]
+                saved = [wide, low, dy, dy, x, None, None, None]
+                yield mlp.plan_backward, [x, x, *saved, *three], (p, mode, act, True, (True, True, True, True, False) * 3)
 
 
 def calls_of_weights(N, K, r, dtype, adapter=None):
