@@ -28,6 +28,7 @@ from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.plan import Array, Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given, config_for
+from fdora.triton.scaled_weight import takes_g
 from fdora.triton.small import Out, is_small
 
 
@@ -210,14 +211,15 @@ def plan_backward(
 
 def forms_dz_of_both(plan: Builder, pair: Sequence[Given]) -> bool:
     """Whether one pass forms dz, dm and dc of gate and up from da: 5 M F elements, where the activation's pass and one for each
-    layer move 11. Dense layers of many tokens, whose outputs are what is kept of them; few elements have dB in their pass."""
+    layer move 11. Dense layers of many tokens, whose outputs are what is kept of them; few elements have dB in their pass, and
+    where W takes g a second dz would be the peak of memory."""
     dy = pair[0].dy
     if dy.dtype == torch.float32 or is_small(dy.shape[0]):
         return False
     for of in pair:
         la = of.la
         twice = la.seed is not None and of.dropout.mode == "peft"
-        if la.A is None or la.m is None or isinstance(la.W, Packed) or of.pre_scale or twice:
+        if la.A is None or la.m is None or of.pre_scale or twice or isinstance(la.W, Packed) or takes_g(plan.device, of):
             return False
     sums = [of.grads.B is not None and not at_once(plan.device, of) for of in pair]
     return not any(config_for(plan, dy, of.la.A.shape[0], has).BLOCK_R for of, has in zip(pair, sums, strict=True))

@@ -39,7 +39,7 @@ LAUNCHES = 8.0  # us: what scales W, B and dB, by kernels of their own
 
 
 def takes_g(on: Device, of: Given) -> bool:
-    """Whether W takes g in the place of dy. Columns of codes that a bias drowns in y want W itself."""
+    """Whether W takes g in the place of dy, which is no dz. Columns of codes that a bias drowns in y want W itself."""
     la, x = of.la, of.x
     half = x.dtype != torch.float32
     if of.scaled or (half and is_small(x.shape[0])) or (la.seed is not None and of.dropout.mode == "peft"):
