@@ -204,8 +204,7 @@ def unplanned(W: Tensors, *_: Any) -> tuple[Plan]:
 
 
 model_norms = op(
-    "model_norms",
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
+    "model_norms(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     norms_of_model,
     _fake_model_norms,
     unplanned,

@@ -327,17 +327,17 @@ def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
 
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
-    from fdora.triton.codes import Coded
+    from fdora.triton.codes import Coded, written
     from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
     for form in forms_of_codes() + (ints_of_codes() if N % 8 == K % 64 == 0 else []):
         coded = Coded((N, K), form)
         for squared in (False, True):
-            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared)
+            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (*written([coded]), squared)
         for dense in (BF16, FP32):
             yield plan_dense_norm, likes_of_norm(coded, r, dtype), (coded, dense)
             yield plan_dense, likes_of_codes(coded), (coded, dense)
-        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), (coded,)
+        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), tuple(written([coded]))
 
 
 def calls_of_coded_layers(M, N, K, r, dtype):
