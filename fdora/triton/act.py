@@ -11,9 +11,7 @@ from typing import Any
 from fdora.triton.copy import dense
 from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv
 
 BLOCK = 2048  # elements that a program has
 

@@ -21,9 +21,8 @@ from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
 from fdora.quant.weight import kind_of
 from fdora.triton.kernels.decode import How
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import INTERPRETED, cdiv
-from fdora.triton.runtime.plan import Array, Like
+from fdora.triton.runtime import Array, Builder, Like, cdiv, named
+from fdora.triton.runtime.device import INTERPRETED
 
 TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
 MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales

@@ -24,9 +24,7 @@ from fdora.triton.kernels.compose import (
     slots_kernel,
 )
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv, grid_of
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, asked, cdiv, grid_of, named
 from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums

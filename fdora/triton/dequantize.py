@@ -21,9 +21,7 @@ from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
 from fdora.triton.norm import norm
 from fdora.triton.op import Likes, planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv, named
 from fdora.triton.scale import tiny_of
 from fdora.triton.tiles.quant import DequantizeConfig, dequantize_config
 

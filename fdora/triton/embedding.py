@@ -28,9 +28,7 @@ from fdora.triton.kernels.embedding import (
     embedding_walk_kernel,
 )
 from fdora.triton.op import Likes, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # up to this rank a program keeps its columns of A

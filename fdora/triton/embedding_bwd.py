@@ -28,9 +28,7 @@ from fdora.triton.kernels.embedding_bwd import (
     segment_total_kernel,
 )
 from fdora.triton.op import Likes, planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, asked, cdiv, named
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers

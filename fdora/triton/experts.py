@@ -10,8 +10,7 @@ import torch
 from fdora.triton.kernels.experts import combine_kernel, gated_bwd_kernel, gated_fwd_kernel, gates_kernel
 from fdora.triton.kernels.multi_rows import rows_kernel
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, named
 
 COPIES = {"BLOCK_M": 8, "BLOCK_T": 8, "BLOCK_N": 512}
 GATED = {"BLOCK_M": 8, "BLOCK_F": 256, "BLOCK_N": 256}  # of the activation

@@ -34,9 +34,8 @@ from fdora.triton.linear_bwd import backward, by_layer, forms_of_grads
 from fdora.triton.linear_fwd import columns_of_h, forward
 from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, planned
-from fdora.triton.operands import described, facts, facts_of, flat, forms_norm, norm_forms, read_layers, specified
-from fdora.triton.runtime.builder import Builder, numbered
-from fdora.triton.runtime.plan import Array
+from fdora.triton.operands import described, facts, facts_of, flat, forms_norm, norm_forms, read_layers
+from fdora.triton.runtime import Array, Builder, numbered
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given
 from fdora.triton.small import Out, is_small
@@ -87,13 +86,9 @@ def layers_bound(
     scalars, saves = zip(*options, strict=True)
     rounds = (False, True) if fp8 else ()
     plan = plan_for(plan_forward, tensors, *drop, saves, same(scalars), *facts_of(specs), *rounds)
-    n = len(options)
-    pre = (False,) * n
-    if len(plan.results) > n + 1:
-        x: Any = tensors[0]
-        layers, tokens = specified(tensors, n, specs), rows_of(x)
-        pre = tuple([saves_pre_scale(x.dtype, tokens, la, drop.mode, save) for la, save in zip(layers, saves, strict=True)])
-    places = tuple([n + sum(pre[: i + 1]) if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)])
+    n, names = len(options), [each.name for each in plan.results]
+    pre = tuple([f"pre_scale{i}" in names for i in range(n)])
+    places = [names.index(f"pre_scale{i}") if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)]
 
     def bound(tensors: tuple[Tensor | None, ...]) -> Any:
         results = run(plan, tensors, scalars)

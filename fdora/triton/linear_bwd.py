@@ -18,8 +18,7 @@ from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.fp8 import BACKWARD, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.scale import Given
 from fdora.triton.scaled_weight import redo, scaled_backward, takes_g
 from fdora.triton.small import LIMIT, Back, is_few, is_small, reads, small_backward, why_many

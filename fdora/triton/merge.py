@@ -11,9 +11,7 @@ from torch import Tensor
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import tiled
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, cdiv, is_tma_compatible
 from fdora.triton.split import by_rows
 from fdora.triton.tiles.configs import merge_config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,12 +19,14 @@ from fdora.triton.linear_bwd import backward, by_layer, forms_of_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
 from fdora.triton.norm_kept import asking
 from fdora.triton.op import Likes, planned
-from fdora.triton.operands import described, facts, facts_of, flat, norm_forms, read_layers, specified
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.operands import described, facts, facts_of, flat, norm_forms, read_layers
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given
 from fdora.triton.small import Out
+
+INNER = ("h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")  # results beside y and c
+NOWHERE = -1
 
 
 def mlp_fwd(
@@ -56,15 +59,17 @@ def mlp_bound(
     """The same as of layers_bound."""
     s, saves = zip(*options, strict=True)
     plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, *facts_of(specs), fp8)
-    has_y, more = saves[2] != "nothing", len(plan.results) > 5
+    at = {each.name: i for i, each in enumerate(plan.results)}
+    places = [at.get(name, NOWHERE) for name in INNER]
+    pre_scale = tuple([place != NOWHERE for place in places[4:]])
+    if not pre_scale[2] and saves[2] != "nothing":
+        places[6] = at["y"]
+    pick = itemgetter(*places)
 
     def bound(tensors: tuple[Any, ...]) -> Any:
-        results = run(plan, tensors, s)
-        if more:
-            y, saved, _ = unpacked(results, tensors[0], specified(tensors, 3, specs), saves, drop.mode)
-            return [y], *saved.apart()
-        y, *parts = results
-        return [y], tuple(parts), (None, None, y if has_y else None), (False,) * 3
+        y, *_ = results = run(plan, tensors, s)
+        inner = pick((*results, None))
+        return [y], inner[:4], inner[4:], pre_scale
 
     return bound
 
@@ -110,16 +115,10 @@ def _results(
     F, N = layers[0].W.shape[0], layers[2].W.shape[0]
     pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
     ranks = [0 if la.A is None else la.A.shape[0] for la in layers]
-    widths = {
-        "h": ranks[0] + ranks[1],
-        "h_down": ranks[2],
-        "gate": _keeps_output(pre[0], mode) and F,
-        "up": _keeps_output(pre[1], mode) and F,
-        "pre_scale of gate": pre[0] and F,
-        "pre_scale of up": pre[1] and F,
-        "pre_scale of down": pre[2] and N,
-    }
-    inner = {name: ((M, width), t) if width else None for name, width in widths.items()}
+    outputs = [_keeps_output(has, mode) and F for has in pre[:2]]
+    before = [has and width for has, width in zip(pre, (F, F, N), strict=True)]
+    widths = (ranks[0] + ranks[1], ranks[2], *outputs, *before)
+    inner = {name: ((M, width), t) if width else None for name, width in zip(INNER, widths, strict=True)}
     return {"y": ((*x.shape[:-1], N), t), **inner, **norm_forms(layers)}
 
 

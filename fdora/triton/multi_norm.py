@@ -28,9 +28,7 @@ from fdora.triton.kernels.multi_norm import (
 from fdora.triton.multi_rows import rank_table
 from fdora.triton.norm import squares
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv
 from fdora.triton.split import Factors
 from fdora.triton.sums import column_sums
 from fdora.triton.tiles.configs import MAX_N, MIN_K, power_of_two

@@ -14,9 +14,7 @@ from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_route import multi_count_kernel, multi_route_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv, named
 from fdora.triton.tiles.configs import power_of_two
 
 TILE = {"BLOCK_M": 8, "BLOCK_N": 512, "BLOCK_K": 512}

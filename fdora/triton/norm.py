@@ -27,9 +27,7 @@ from fdora.triton.hash import UNGUARDED, WORDS, Guard, fingerprint
 from fdora.triton.kernels.norm import norm_kernel
 from fdora.triton.norm_codes import squares_of_codes
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, cdiv, is_tma_compatible, named
 from fdora.triton.split import Factors, by_rows
 from fdora.triton.sums import chosen, column_sums
 from fdora.triton.tiles.configs import MIN_K, NormConfig, norm_config

@@ -36,9 +36,7 @@ from fdora.triton.kernels.norm_bwd import (
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
 from fdora.triton.op import planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, asked, cdiv, is_tma_compatible, named
 from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.tiles.configs import power_of_two
 

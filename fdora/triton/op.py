@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fdora._torch import call_directly, library_of
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime import Builder, Device, Like, Plan
 from fdora.triton.runtime.walk import caller, plan_for
 
 # As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)

@@ -45,13 +45,6 @@ def facts_of(specs: Sequence[QuantSpec | None]) -> tuple[tuple[str, ...], tuple[
     return tuple(text), tuple(numbers)
 
 
-def specified(tensors: Sequence[Any], count: int, specs: Sequence[QuantSpec | None]) -> list[Any]:
-    """The layers of x and flat operands, of a W of codes what it stands for."""
-    layers = layers_in(tensors[1 : 1 + WIDTH * count])
-    each = zip(layers, specs or [None] * count, strict=True)
-    return [la if spec is None else la._replace(W=coded_of(spec)) for la, spec in each]
-
-
 def with_norms(operands: Sequence[Any], c: Sequence[Tensor]) -> list[Any]:
     """The same layers, none of which had its c."""
     found = [*operands]

@@ -19,8 +19,7 @@ from fdora.quant import QuantSpec
 from fdora.triton.codes import Coded, coded_of, facts_of, is_decoded, packed, tensors_of, weights_of, written
 from fdora.triton.norm import guarded_forms, guarded_norm, norm
 from fdora.triton.op import Likes, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder
 
 
 def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
