@@ -6,7 +6,7 @@ passes over W and the products.
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import tiled
@@ -16,26 +16,17 @@ from fdora.triton.split import by_rows
 from fdora.triton.tiles.configs import merge_config
 
 
-def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
-    """(N, K) -> (N, K) in the dtype of W, contiguous."""
-    merged: Tensor = plan_merge.call(W, A, B, m, c, s, False)
-    return merged
-
-
-def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
-    """(N, K) merged -> (N, K). A row with c = 0 was -s B A itself; one with g = 0 and c > 0 comes back as NaN."""
-    base: Tensor = plan_merge.call(W, A, B, m, c, s, True)
-    return base
-
-
 @planned(
-    "merge(Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, float s, bool undo) -> Tensor",
+    "merge(bool undo, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, float s) -> Tensor",
     "dora_merge",
     "matrix matrix matrix vector vector s",
     lambda W, *_: {"W": (W.shape, W.dtype)},
     "one read and one write of W, no dense B A",
+    asks=(1,),
 )
 def plan_merge(plan: Builder, W: Array, A: Array, B: Array, m: Array, c: Array, s: Scalar, undo: bool) -> None:
+    """(N, K) -> (N, K) in the dtype of W, contiguous. Undone, a row with c = 0 was -s B A itself; one with g = 0 and c > 0
+    comes back as NaN."""
     plan.name = "dora_unmerge" if undo else plan.name
     (merged,), half, on = plan.wanted(), W.itemsize == 2, plan.device
     for i, j, of in by_rows(plan, A, B):
@@ -49,3 +40,6 @@ def plan_merge(plan: Builder, W: Array, A: Array, B: Array, m: Array, c: Array, 
             programs = min(programs, on.num_sms)
         given["out"] = Tile(out, config[:2]) if config.TMA else out
         plan.launch(merge_kernel, (programs,), given, of, config)
+
+
+merge_fwd, unmerge_fwd = partial(plan_merge.call, False), partial(plan_merge.call, True)

@@ -16,26 +16,20 @@ import torch
 from torch import Tensor
 
 from fdora.quant import QuantSpec
-from fdora.triton.codes import Coded, coded_of, facts_of, is_decoded, packed, tensors_of, weights_of, written
+from fdora.triton.codes import facts_of, packed, tensors_of, weights_of
 from fdora.triton.norm import guarded_forms, guarded_norm, norm
 from fdora.triton.op import Likes, planned
 from fdora.triton.runtime import Array, Builder
 
 
-def quant_norm(W: Coded, tensors: Sequence[Tensor], A: Tensor, B: Tensor, s: float, squared: bool = False) -> Tensor:
-    """c (N,) float32 of W + s B A, or its square."""
-    text, numbers = written([W])
-    c: Tensor = plan_quant_norm.call(A, B, list(tensors), s, text, numbers, squared)
-    return c
-
-
 def norm_of_codes(
     spec: QuantSpec, tensors: Sequence[Tensor | None], A: Tensor, B: Tensor, s: float, squared: bool
 ) -> Tensor | None:
-    """:func:`quant_norm` of a QuantWeight; None where no kernel reads its format."""
-    if not is_decoded(spec):
+    """c (N,) float32 of W + s B A, or its square; None where no kernel reads the format."""
+    if (facts := facts_of(spec)) is None:
         return None
-    return quant_norm(coded_of(spec), tensors_of(tensors), A, B, s, squared)
+    c: Tensor = plan_quant_norm.call(A, B, tensors_of(tensors), s, *facts, squared)
+    return c
 
 
 def norm_of_codes_guarded(

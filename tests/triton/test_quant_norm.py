@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
-from fdora.triton.quant import plan_quant_norm, quant_norm, stack_norms_of_codes
+from fdora.triton.quant import plan_quant_norm, stack_norms_of_codes
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
@@ -102,7 +102,7 @@ def assert_norm(c, W, A, B, s, limit=1e-6):
 
 def run(case, A, B, s=0.7, squared=False, dense=None):
     if dense is None:
-        return quant_norm(case.coded, case.tensors, A, B, s, squared)
+        return plan_quant_norm.call(A, B, [*case.tensors], s, *written([case.coded]), squared)
     tensors = (A, B, *case.tensors)
     return walk.run(walk.plan_for(plan_dense_norm, tensors, case.coded, dense), tensors, (s,))
 

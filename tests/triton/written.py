@@ -570,7 +570,7 @@ def every_call():
 
 def calls_of_many_rows(M):
     """M rows of tokens, of a table, of a weight or of an image, with little in each."""
-    from fdora.triton.codes import Coded
+    from fdora.triton.codes import Coded, written
     from fdora.triton.dequantize import plan_dequantize
     from fdora.triton.quant import plan_stack_norms
 
@@ -592,7 +592,7 @@ def calls_of_many_rows(M):
     yield from calls_of_codes(M, 64, 8, BF16)
     for form in forms_of_codes():
         coded = Coded((M, 64), form)
-        yield plan_dequantize, likes_of_codes(coded), (coded, BF16)
-        yield plan_stack_norms, [alike(2, 8, 64), alike(2, M // 2, 8), *likes_of_codes(coded)], (coded,)
+        yield plan_dequantize, likes_of_codes(coded), (*written([coded]), BF16)
+        yield plan_stack_norms, [alike(2, 8, 64), alike(2, M // 2, 8), *likes_of_codes(coded)], tuple(written([coded]))
     for L, P in ((M, 16), (1, 14 * M)):  # 20 million: 646 points along each axis of a volume
         yield from calls_of_planes(L, 4, P, BF16)
