@@ -21,7 +21,7 @@ from bench.decoder import LINEARS
 from bench.schedule import KINDS, drawn
 from fdora.functional import DoraParams, dora_init, dora_linear, dora_linear_multi, dora_stack
 from fdora.functional.act import gated_act
-from fdora.functional.multi import gated_multi
+from fdora.functional.multi import multi_together
 from fdora.jobs.causal.banks import Layer, arguments, norms_of
 from fdora.jobs.loop import Job, Stage, Work, init_state, works_of
 from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_ends
@@ -113,23 +113,24 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return t * cos + torch.cat((-b, a), -1) * sin
 
 
-def attention(project: Project, x: Tensor, data: Data, sizes: Sizes) -> Tensor:
-    def heads(name: str) -> Tensor:
-        return project(name, x).unflatten(-1, (-1, sizes.head)).transpose(0, 1)  # (heads, M, head)
-
-    q, k = (rotate(heads(name), data.cos, data.sin) for name in ("q_proj", "k_proj"))
-    parts = zip(*(t.split(data.lengths, 1) for t in (q, k, heads("v_proj"))), strict=True)
+def attention(project: Project, projections: Sequence[Tensor], data: Data, sizes: Sizes) -> Tensor:
+    q, k, v = (y.unflatten(-1, (-1, sizes.head)).transpose(0, 1) for y in projections)  # (heads, M, head)
+    q, k = (rotate(t, data.cos, data.sin) for t in (q, k))
+    parts = zip(*(t.split(data.lengths, 1) for t in (q, k, v)), strict=True)
     out = [F.scaled_dot_product_attention(*(t[None] for t in part), is_causal=True, enable_gqa=True)[0] for part in parts]
     return project("o_proj", torch.cat(out, 1).transpose(0, 1).flatten(1))
 
 
-def silu_times(project: Project, h: Tensor) -> Tensor:
-    return F.silu(project("gate_proj", h)) * project("up_proj", h)
+def one_by_one(project: Project, names: Sequence[str], x: Tensor, act: str | None) -> Sequence[Tensor]:
+    ys = [project(name, x) for name in names]
+    return ys if act is None else (F.silu(ys[0]) * ys[1],)
 
 
-def block(project: Project, x: Tensor, data: Data, sizes: Sizes, gated: Any = silu_times) -> Tensor:
-    x = x + attention(project, F.rms_norm(x, x.shape[-1:]), data, sizes)
-    return x + project("down_proj", gated(project, F.rms_norm(x, x.shape[-1:])))
+def block(project: Project, x: Tensor, data: Data, sizes: Sizes, together: Any = one_by_one) -> Tensor:
+    """``together``: of layers on one x the outputs, or of two f(gate) up."""
+    qkv, mlp = (LINEARS[:3], None), (("gate_proj", "up_proj"), "silu")
+    x = x + attention(project, together(project, qkv[0], F.rms_norm(x, x.shape[-1:]), qkv[1]), data, sizes)
+    return x + project("down_proj", *together(project, mlp[0], F.rms_norm(x, x.shape[-1:]), mlp[1]))
 
 
 def losses_of(x: Tensor, data: Data) -> Tensor:
@@ -180,12 +181,13 @@ def stage_of(model: Decoder, inside: range, layers: dict[str, Layer], first: boo
                 *own, seed = given(part)
                 return call(*own, data, x, seed)
 
-            def gated(project, h, given=given):
-                if call is not grouped:
-                    return gated_act(project("gate_proj", h), project("up_proj", h))
-                return gated_multi(h, [arguments(*given(part)) for part in ("gate_proj", "up_proj")], "silu", data.ends)
+            def together(project, parts, h, act, given=given):
+                if call is grouped:
+                    return multi_together(h, [arguments(*given(part)) for part in parts], data.ends, act)
+                ys = [project(part, h) for part in parts]
+                return ys if act is None else (gated_act(*ys, act),)
 
-            x = block(project, x, data, model.sizes, gated)
+            x = block(project, x, data, model.sizes, together)
         return losses_of(x, data) if last else x
 
     return Stage(forward, names, partial(norms_of, {name: layers[name] for name in names}))

@@ -38,6 +38,7 @@ from bench.suite import Run, Suite, numbers, shapes
 from bench.truth import norm_of, rel_l2
 from bench.ways import Inputs, S
 from fdora.functional import dora_norm, dora_norm_tree
+from fdora.functional.multi import multi_together
 from fdora.quant import quantize
 from fdora.triton import search
 from fdora.triton.multi_bwd import GradConfig
@@ -224,6 +225,17 @@ def bank(shape: Shape, device: str, ranks: Sequence[int], both: bool) -> Call:
     return Call(lambda: [(lambda: way.both()["dx"].detach()) if both else way.forward], None)
 
 
+def bank_pair(shape: Shape, device: str) -> Call:
+    """Two layers and the activation behind them, forward and backward."""
+    i = Bank.random(*shape, [16] * 4, DTYPE, device)
+    layers = [{"W": i.W, "A": i.A, "B": i.B, "m": i.m, "s": i.s, "norm": i.norm}] * 2
+
+    def dx() -> Tensor:
+        return torch.autograd.grad(multi_together(i.x, layers, i.offsets, "silu"), i.x, i.dy)[0]
+
+    return Call(lambda: [dx], None)
+
+
 def bank_norm(shape: Shape, device: str) -> Call:
     i = Bank.random(*shape, [16] * 4, DTYPE, device)
     return Call(lambda: [lambda: dora_norm(i.W, i.A.detach(), i.B.detach(), s=i.s)], i.norm, 1e-5)
@@ -277,6 +289,12 @@ OPS = {
         BANKS,
         (ScaleConfig, "64 64 128|256|512 0 4 3; 32 64 256 0 4 4; 64 128 256 0 8 3"),
         mixed,
+    ),
+    "bank_gated": facade(
+        "multi_bwd.gated_config",
+        BANKS[1:],
+        (ScaleConfig, "32 64 128|256|512 0 4 3; 32 64 256 0 4 2; 64 64 256 0 4 3; 16 128 256 0 4 3"),
+        bank_pair,
     ),
     "bank_tile": facade(
         "multi_gemm.bank_config",

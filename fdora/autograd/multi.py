@@ -18,6 +18,7 @@ from fdora.eager.linear import as_matrix
 from fdora.quant import QuantWeight
 
 COUNTED = 16384  # tokens: kernels compare each with each, a sort does not; not measured on a GPU
+NOTHING = BankNeeds(False, False, False, False, False, False)
 REMEDY = "Write `y = c * y` in the place of what changes it."
 
 
@@ -55,20 +56,29 @@ def multi(x: Tensor, bank: Operands, tokens: Tokens, call: Call) -> Tensor:
     if no_graph() and not autocast_on(x):
         y: Tensor = OPS[call.backend].multi_fwd(flat, bank_of(call, tokens, bank, x.dtype, call.fp8), False)[0]
     else:
-        specs = specs_of([bank])
-        if specs is not None:
-            ranks, p, saves, backend, _, fn, experts, mode, fp8, fp8_grad = call
-            call = Call(ranks, p, saves, backend, specs, fn, experts, mode, fp8, fp8_grad)
-        y = apply(Multi, flat, call, *tokens, *flat_of([bank], specs))[0]
+        y = node(flat, [bank], [tokens], [call], "")[0]
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def gated_multi(x: Tensor, banks: Sequence[Operands], tokens: Sequence[Tokens], calls: Sequence[Call], act: str) -> Tensor:
-    """f(gate) up of two layers as of :func:`multi`, in order of their tokens; W dense, without bias, m and c there."""
-    s, offsets = tokens[0][:2]
-    flat = as_matrix(x)
-    a: Tensor = apply(GatedMulti, flat, tuple(calls), act, s, offsets, tokens[1].s, *flat_of(banks, None))[0]
-    return a if x.dim() == 2 else a.reshape(*x.shape[:-1], a.shape[-1])
+def several(
+    x: Tensor, banks: Sequence[Operands], tokens: Sequence[Tokens], calls: Sequence[Call], act: str = ""
+) -> Sequence[Tensor]:
+    """y of each layer as :func:`multi` gives it, in one node; with ``act`` f(first) second. They have the same tokens, backend
+    and kinds of operands; beside ``act`` W is dense, m and c are there and a bias is not."""
+    if no_graph() and not autocast_on(x):
+        found = [multi(x, *of) for of in zip(banks, tokens, calls, strict=True)]
+        return [OPS[calls[0].backend].act_fwd(*found, act)] if act else found
+    ys = node(as_matrix(x), banks, tokens, calls, act)[: 1 if act else len(calls)]
+    return [y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+def node(x: Tensor, banks: Sequence[Operands], tokens: Sequence[Tokens], calls: Sequence[Call], act: str) -> Sequence[Tensor]:
+    specs = specs_of(banks)
+    if specs is not None:
+        ranks, p, saves, backend, _, fn, experts, mode, fp8, fp8_grad = calls[0]
+        calls = [Call(ranks, p, saves, backend, specs, fn, experts, mode, fp8, fp8_grad), *calls[1:]]
+    found: Sequence[Tensor] = apply(Multi, x, tuple(calls), act, *tokens[0][1:], *[t.s for t in tokens], *flat_of(banks, specs))
+    return found
 
 
 def route(ids: Tensor, adapters: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -137,106 +147,92 @@ def bank_of(call: Call, tokens: Tokens, layer: Operands, dtype: torch.dtype, fp8
 
 
 class Multi(torch.autograd.Function):
-    """Saves x, h and, for the gradient of m, the output itself or what the backend asks for; the operands are the caller's."""
+    """Layers on one x whose tokens are the same, and beside ``act`` f(first) second. Saves x, h and, for the gradient of m, the
+    outputs themselves or what the backend asks for; the operands are the caller's. dx of one is added to that of the next where
+    it is written. Beside ``act`` the backend has multi_gated_bwd: dz are formed where the activation's gradient is, and d first
+    and d second are never there."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, call: Call, s: Tensor, offsets: Any, order: Any, ids: Any, *flat: Tensor | None) -> Any:
-        tokens = Tokens(s, offsets, order, ids)
+    def forward(x: Tensor, calls: tuple[Call, ...], act: str, offsets: Any, order: Any, ids: Any, *rest: Any) -> Any:
+        n, ops = len(calls), OPS[calls[0].backend]
+        ys, hs, kept, saves = list[Tensor](), list[Tensor](), list[Tensor](), any([call.save_for_dm for call in calls])
         with autocast_off(x):
-            bank = bank_of(call, tokens, layers_of(flat, call.specs)[0], x.dtype, call.fp8)
-            y, h, kept = OPS[call.backend].multi_fwd(x, bank, call.save_for_dm)
-        return y, h, *kept
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.call, *tensors = inputs
-        y, h, *kept = output
-        ctx.mark_non_differentiable(h, *kept)
-        ctx.set_materialize_grads(False)
-        if ctx.call.save_for_dm and not kept:
-            kept = [y]
-        ctx.kept = len(kept)
-        ctx.save_for_backward(x, h, *kept, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        flags = ctx.needs_input_grad
-        if dy is None:
-            return (None,) * len(flags)
-        call, saved = ctx.call, reread(ctx, ctx.call.fn, REMEDY)
-        needs = BankNeeds(flags[0], *flags[7:12])
-        dx, *grads = gradients_of(call.fn, needs, _backward, dy, call, ctx.kept, needs, *saved)
-        #      x   call, s, offsets, order, ids, W  A B m c bias   seed and packed tensors
-        return dx, *[None] * 6, *grads, *[None] * (len(flags) - 12)
-
-
-def _backward(dy: Tensor, call: Call, count: int, needs: BankNeeds, x: Tensor, *saved: Any) -> Any:
-    h, *rest = saved
-    kept, tokens, layer = rest[:count], Tokens(*rest[count : count + 4]), layers_of(rest[count + 4 :], call.specs)[0]
-    if tokens.ids is not None:  # what forward left in their order
-        assert layer.A is not None
-        offsets, order, _ = route(tokens.ids, layer.A.shape[0], call.backend)
-        tokens, h = Tokens(tokens.s, offsets, order), h[order]
-        kept = [kept[0][order], kept[1]] if count == 2 else kept
-    bank = bank_of(call, tokens, layer, x.dtype, call.fp8_grad)
-    return OPS[call.backend].multi_bwd(dy, x, bank, h, tuple(kept), needs)
-
-
-class GatedMulti(torch.autograd.Function):
-    """``f(gate) up`` of two banks on one x, by a backend that has multi_gated_bwd. Saves x, h of both, gate and up.
-    Their dz are formed where the activation's gradient is, and d gate and d up are never there."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, calls: tuple[Call, Call], act: str, s: Any, offsets: Any, s_up: Any, *flat: Tensor | None) -> Any:
-        with autocast_off(x):
-            ops, banks = OPS[calls[0].backend], _pair_of(calls, (s, s_up), offsets, flat, x.dtype)
-            (gate, h, _), (up, h_up, _) = (ops.multi_fwd(x, bank, True) for bank in banks)
-            return ops.act_fwd(gate, up, act), gate, up, h, h_up
+            for call, s, layer in zip(calls, rest, layers_of(rest[n:], calls[0].specs), strict=False):
+                bank = bank_of(call, Tokens(s, offsets, order, ids), layer, x.dtype, call.fp8)
+                y, h, more = ops.multi_fwd(x, bank, saves)
+                ys.append(y)
+                hs.append(h)
+                kept.extend(more)
+            first = (ops.act_fwd(*ys, act),) if act else ()
+        return *first, *ys, *hs, *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, ctx.calls, ctx.act, *tensors = inputs
-        ctx.mark_non_differentiable(*output[1:])
+        n, ys = len(ctx.calls), output[1:] if ctx.act else output
+        ctx.mark_non_differentiable(*(ys if ctx.act else ys[n:]))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *output[1:], *tensors)
+        kept = ys[2 * n :] or (ys[:n] if ctx.act or any([call.save_for_dm for call in ctx.calls]) else ())
+        ctx.count = len(kept) // n
+        ctx.save_for_backward(x, *ys[n : 2 * n], *kept, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, da: Tensor | None, *_: Any) -> Any:
-        flags = ctx.needs_input_grad
-        if da is None:
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        flags, calls, act = ctx.needs_input_grad, ctx.calls, ctx.act
+        n = len(calls)
+        dys = dys[: 1 if act else n]
+        if not any([dy is not None for dy in dys]):
             return (None,) * len(flags)
-        needs = [BankNeeds(flags[0], *flags[i + 1 : i + 6]) for i in (6, 6 + len(Operands._fields))]
-        wanted = [flags[0], *needs[0][1:], *needs[1][1:]]
-        found = gradients_of(ctx.calls[0].fn, wanted, _gated_backward, da, ctx.calls, ctx.act, needs, *ctx.saved_tensors)
-        dx, *grads = found
-        #      x   calls, act, s, offsets, s_up    W    A B m c bias   seed
-        return dx, *[None] * 6, *grads[:5], None, None, *grads[5:], None
+        places = [6 + n + i * len(Operands._fields) for i in range(n)]
+        needs = [BankNeeds(flags[0], *flags[at + 1 : at + 6]) for at in places]
+        if not act:
+            needs = [NOTHING if dy is None else need for dy, need in zip(dys, needs, strict=True)]
+        wanted = [flags[0], *[need for each in needs for need in each[1:]]]
+        saved = reread(ctx, calls[0].fn, REMEDY)
+        dx, *grads = gradients_of(calls[0].fn, wanted, _backward, saved[0], calls, act, ctx.count, needs, *dys, *saved[1:])
+        of_layers = [each for i in range(n) for each in (None, *grads[5 * i : 5 * i + 5], None)]  # W; A, B, m, c, bias; seed
+        return dx, *[None] * (places[0] - 1), *of_layers, *[None] * (len(flags) - places[0] - len(of_layers))
 
 
-def _pair_of(calls: Any, s: Any, offsets: Any, flat: Sequence[Tensor | None], dtype: torch.dtype) -> list[Bank]:
-    both = zip(calls, s, layers_of(flat, None), strict=True)
-    return [bank_of(call, Tokens(own, offsets), layer, dtype) for call, own, layer in both]
-
-
-def _gated_backward(da: Tensor, calls: Any, act: str, needs: Sequence[BankNeeds], x: Tensor, *saved: Any) -> Any:
-    gate, up, h, h_up, s, offsets, s_up, *flat = saved
-    ops, banks = OPS[calls[0].backend], _pair_of(calls, (s, s_up), offsets, flat, x.dtype)
-    assert ops.multi_gated_bwd is not None
-    results = ops.multi_gated_bwd(da, gate, up, x, (h, h_up), banks, act, needs)
-    dzs = next(results), next(results)
-    sums = [tuple(next(results) if need else None for need in (each.m, each.c)) for each in needs]
-    dx, grads = None, []
-    for dz, call, bank, own, need, of_m in zip(dzs, calls, banks, (h, h_up), needs, sums, strict=True):
-        layer = Operands(bank.W, bank.A, bank.B, None, None, None, bank.seed)
-        plain, rest = (
-            bank_of(call, Tokens(bank.s, offsets), layer, x.dtype),
-            BankNeeds(need.x, need.A, need.B, False, False, False),
-        )
-        d, dA, dB, *_ = ops.multi_bwd(dz, x, plain, own, (), rest, True)
-        dx = d if dx is None else dx.add_(d)
-        grads += [dA, dB, *of_m, None]
+def _backward(
+    x: Tensor, calls: Sequence[Call], act: str, count: int, needs: Sequence[BankNeeds], *rest: Any
+) -> tuple[Tensor | None, ...]:
+    n, ops = len(calls), OPS[calls[0].backend]
+    dys, hs, kept, (offsets, order, ids), scales, flat = parted(rest, 1 if act else n, n, count * n, 3, n)
+    layers = layers_of(flat, calls[0].specs)
+    if ids is not None:  # what forward left in their order
+        assert layers[0].A is not None
+        offsets, order, _ = route(ids, layers[0].A.shape[0], calls[0].backend)
+        hs = [h[order] for h in hs]
+        kept = [each[order] if i % 2 == 0 else each for i, each in enumerate(kept)] if count == 2 else kept
+    tokens = [Tokens(s, offsets, order) for s in scales]
+    sums: Any = ()
+    if act:
+        assert ops.multi_gated_bwd is not None
+        banks = [bank_of(*of, x.dtype) for of in zip(calls, tokens, layers, strict=True)]
+        results = ops.multi_gated_bwd(*dys, *kept, x, hs, banks, act, needs)
+        dys = next(results), next(results)
+        sums = [[next(results) if need else None for need in (each.m, each.c)] for each in needs]
+        layers = [Operands(la.W, la.A, la.B, None, None, None, la.seed) for la in layers]
+        needs = [BankNeeds(need.x, need.A, need.B, False, False, False) for need in needs]
+        count = 0
+    dx, grads = None, list[Any]()
+    for i, (dy, call, of, layer, h, need) in enumerate(zip(dys, calls, tokens, layers, hs, needs, strict=True)):
+        own: Sequence[Tensor | None] = (None,) * 5
+        if dy is not None:
+            bank, before = bank_of(call, of, layer, x.dtype, call.fp8_grad), tuple(kept[i * count : (i + 1) * count])
+            more = (bool(act), dx) if n > 1 else ()
+            dx, *own = ops.multi_bwd(dy, x, bank, h, before, need, *more)
+        grads += [*own[:2], *sums[i], None] if act else own
     return dx, *grads
+
+
+def parted(tensors: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
+    """So many, one behind the other, and the rest."""
+    found, at = list[Any](), 0
+    for count in counts:
+        found.append(tensors[at : at + count])
+        at += count
+    return [*found, tensors[at:]]

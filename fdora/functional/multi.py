@@ -23,8 +23,7 @@ from fdora._check import (
 from fdora._dispatch import Backend
 from fdora._records import Operands
 from fdora.autograd._ops import OPS
-from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, tokens_by
-from fdora.autograd.multi import gated_multi as run_pair
+from fdora.autograd.multi import Call, Tokens, bank_norm, fault, multi, several, tokens_by
 from fdora.autograd.node import ACTS
 from fdora.functional._seed import checked, seed_tensor
 from fdora.functional.act import gated_act
@@ -161,45 +160,44 @@ def prepared(
     return x, Operands(W, A, B, m, c, bias, seeds), tokens, call
 
 
-def gated_multi(x: Tensor, pair: Sequence[dict[str, Any]], act: Any, offsets: Tensor) -> Tensor:
-    """``f(gate) up`` of two calls of :func:`dora_linear_multi` on one x, each with these arguments.
+def multi_together(x: Tensor, layers: Sequence[dict[str, Any]], offsets: Tensor, act: Any = None) -> Sequence[Tensor]:
+    """y of each of these calls of :func:`dora_linear_multi` on one x; with ``act``, of two, (f(gate) up,).
 
-    With kernels, two dense half-precision layers that have an m, no bias and one product with W are one node, which never
-    writes the gradients of gate and up; others are a node each, and :func:`gated_act`. Memory: keeps x, x @ A.T of both, gate
-    and up.
+    With kernels, layers of one product with W each are one node: it adds the dx of one to that of the next where that is
+    written, and beside ``act`` never writes the gradients of gate and up. Others are a node each, and :func:`gated_act`.
+    Memory: keeps x, and of each layer what its own call keeps; not f(gate) up.
     """
-    first, second = pair
-    if act not in ACTS or first["W"].shape != second["W"].shape or not all(takes_pair(x, **of) for of in pair):
-        gate, up = (dora_linear_multi(x, offsets=offsets, **of) for of in pair)
-        return gated_act(gate, up, act, backend=first.get("backend", "auto"))
+    if not are_one(x, layers, act):
+        ys = [dora_linear_multi(x, offsets=offsets, **of) for of in layers]
+        return ys if act is None else (gated_act(ys[0], ys[1], act, backend=layers[0].get("backend", "auto")),)
     fn, ready = "dora_linear_multi", []
-    for of in pair:
-        layer = DoraLayer(of["W"], of["A"], of["B"], of["m"], of["s"], None, of.get("norm"))
+    for of in layers:
+        layer = DoraLayer(of["W"], of["A"], of["B"], of["m"], of["s"], of.get("bias"), of.get("norm"))
         drop: Any = of.get("dropout_p", 0.0), of.get("dropout_mode", "lora"), of.get("seed")
         ranks = check_sequence(fn, of.get("ranks"))
         check_multi(fn, x, layer, offsets, None, ranks)
         ready.append(prepared(fn, x, layer, (offsets, None), ranks, drop, (None, None), of.get("backend", "auto")))
-    xs, layers, tokens, calls = zip(*ready, strict=True)
-    return run_pair(xs[0], layers, tokens, calls, act)
+    xs, operands, tokens, calls = zip(*ready, strict=True)
+    return several(xs[0], operands, tokens, calls, act or "")
 
 
-def takes_pair(
-    x: Tensor,
-    W: Any,
-    A: Tensor,
-    B: Tensor,
-    m: Tensor | None,
-    bias: Tensor | None = None,
-    dropout_p: Any = 0.0,
-    dropout_mode: str = "lora",
-    backend: Backend = "auto",
-    **_: Any,
-) -> bool:
-    """Whether one pass forms the gradients that two such layers and their activation have."""
-    twice = dropout_mode == "peft" and (isinstance(dropout_p, Tensor) or dropout_p != 0)
-    if isinstance(W, QuantWeight) or is_sharded(x, W, A, B, m) or m is None or bias is not None or twice:
+def are_one(x: Tensor, layers: Sequence[dict[str, Any]], act: Any) -> bool:
+    """Whether one node computes these layers."""
+    first, *rest = layers
+    kinds = [(of.get("backend", "auto"), of["m"] is None, of.get("bias") is None) for of in layers]
+    if any(kind != kinds[0] for kind in kinds) or not all(is_plain_product(x, **of) for of in layers):
         return False
-    return W.dtype.itemsize == 2 and OPS[select_backend(x, backend=backend).name].multi_gated_bwd is not None
+    if act is not None and (kinds[0][1:] != (False, True) or act not in ACTS or rest[0]["W"].shape != first["W"].shape):
+        return False
+    return OPS[select_backend(x, backend=kinds[0][0]).name].multi_gated_bwd is not None
+
+
+def is_plain_product(
+    x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dropout_p: Any = 0.0, dropout_mode: str = "lora", **_: Any
+) -> bool:
+    """Whether such a layer is one half-precision product with a dense W here, forward and backward."""
+    twice = dropout_mode == "peft" and m is not None and (isinstance(dropout_p, Tensor) or dropout_p != 0)
+    return not (isinstance(W, QuantWeight) or is_sharded(x, W, A, B, m) or twice) and W.dtype.itemsize == 2
 
 
 def check_multi(

@@ -73,14 +73,21 @@ def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor,
 
 
 def multi_bwd(
-    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds, scaled: bool = False
+    dy: Tensor,
+    x: Tensor,
+    bank: Bank,
+    h: Tensor,
+    kept: tuple[Tensor, ...],
+    needs: BankNeeds,
+    scaled: bool = False,
+    other: Tensor | None = None,
 ) -> BankGrads:
     """dx, dA, dB, dm, dc, dbias in float32; None where it is not needed. ``kept`` as multi_fwd returned it, or (y,).
-    ``scaled``: dy is dz, and dx, dA and dB are all that is wanted."""
+    ``scaled``: dy is dz, and dx, dA and dB are all that is wanted. ``other`` is added to dx, beside no dropout of PEFT's."""
     before = kept[0] if kept else None
     (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
     (ranks, how) = list(bank.ranks or ()), (bank.p, bank.mode)
-    results = iter(plan_backward.call(dy, x, h, before, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
+    results = iter(plan_backward.call(dy, x, h, before, other, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
 
 
@@ -219,12 +226,12 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
 
 
 @planned(
-    "multi_backward(Tensor dy, Tensor x, Tensor h, Tensor? kept, bool pre_scale, bool scaled, Tensor?[] bank, SymInt[] ranks, "
-    "float p, str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
+    "multi_backward(Tensor dy, Tensor x, Tensor h, Tensor? kept, Tensor? other, bool pre_scale, bool scaled, Tensor?[] bank, "
+    "SymInt[] ranks, float p, str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
     "dora_linear_multi backward",
     "tokens tokens tokens tokens rest",
     lambda dy, x, h, kept, likes, pre_scale, scaled, ranks, p, mode, needs, text=(), numbers=(), experts=False: _gradients(
-        x, _described(likes, experts), needs
+        x, _described(likes[1:], experts), needs
     ),
     BACKWARD,
     has_families=True,
@@ -245,16 +252,18 @@ def plan_backward(
     needs: tuple[bool, ...],
     *coded: Any,
 ) -> None:
-    bank = _read_bank(plan, likes, p, mode, *coded)
+    """likes: that of the dx that is added, and those of the bank."""
+    other, bank = plan.tokens(likes[0]), _read_bank(plan, likes[1:], p, mode, *coded)
     dx, *grads = plan.wanted()
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
     if not is_experts(bank) and not isinstance(bank.W, Packed):
         bank = bank._replace(W=operand(plan, in_dtype(plan, bank.W, x.dtype)))
     x, dy = sort(plan, x, order), sort(plan, dy, order)
+    other = other and dense(plan, sort(plan, other, order))
     kept = kept if pre_scale else sort(plan, kept, order)
     bank = bank._replace(order=None)
-    backward(plan, Given(dy, x, bank, h, kept, pre_scale, scaled), ranks or None, Out(sorted_dx, *grads))
+    backward(plan, Given(dy, x, bank, h, kept, pre_scale, scaled, other), ranks or None, Out(sorted_dx, *grads))
     if dx is not None and order is not None:
         unsort(plan, sorted_dx, order, dx)
 

@@ -217,14 +217,15 @@ class Right(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What comes of the product; and under PEFT's dropout what the pass behind it has beside it, see multi_dropped.py: another
-    "product" in half precision, or one of "codes"."""
+    """What comes of the product, ``residual`` added; and under PEFT's dropout what the pass behind it has beside it, see
+    multi_dropped.py: another "product" in half precision, or one of "codes"."""
 
     out: Array
     pre_scale: Array | None = None
     bias: Array | None = None
     other: Array | None = None
     OTHER: str = ""
+    residual: Array | None = None
 
 
 def multi_gemm(
@@ -244,7 +245,7 @@ def multi_gemm(
     """``masked``: the mask of dropout is on the term of low rank. ``of_codes``: what writes x w where that is a product of
     codes; of experts, what is multiplied."""
     codes = of_codes if isinstance(of_codes, Grouped) else None
-    (out, pre_scale, *_), p = wanted, bank.p
+    (out, pre_scale, *_, residual), p = wanted, bank.p
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
         return
@@ -268,13 +269,19 @@ def multi_gemm(
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
         slab = config._replace(BLOCK_K=shape.BLOCK_R)
-        given |= tiled(config, trans_b, {"x": codes.x if codes else x}, {"w": matrix}, {"out": out, "pre_scale": pre_scale})
+        given |= tiled(
+            config,
+            trans_b,
+            {"x": codes.x if codes else x},
+            {"w": matrix},
+            {"out": out, "pre_scale": pre_scale, "residual": residual},
+        )
         low: dict[str, Any] = tiled(slab, trans_b, {"h": pad}, {"b": laid.matrix, "tails": laid.tails}, {})
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
         given["SPAN"] = laid.height
         if codes is not None:
             low |= {"BLOCK_R": shape.BLOCK_R, "W_SPAN": codes.down, "K_SPAN": codes.along}
-            del low["tails"]  # experts have none
+            del low["tails"], given["residual"]  # experts have none
             plan.launch(multi_codes_kernel, (count,), given | low, found, wanted, bank, config, codes.scales)
             return
         given |= {"W_SPAN": (N if trans_b else K) if experts else 0, "EXPERTS": experts}

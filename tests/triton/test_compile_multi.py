@@ -30,9 +30,8 @@ def plans(target, M, N, K, r, G, dtype=BF16, adapter=BF16, mode="lora", **beside
     x, dy, h, bias = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype), "bias" in beside
     p = 0.1 if "seed" in beside else 0.0
     yield multi.plan_forward((x, *likes), d, (), p, mode, True)
-    yield multi.plan_backward(
-        (dy, x, h, dy, *likes), d, dtype == FP32 or bias or mode == "peft", False, (), p, mode, (*(True,) * 5, bias)
-    )
+    options = (dtype == FP32 or bias or mode == "peft", False, (), p, mode, (*(True,) * 5, bias))
+    yield multi.plan_backward((dy, x, h, dy, None, *likes), d, *options)
 
 
 SHAPES = {
@@ -45,8 +44,16 @@ SHAPES[100] = SHAPES[80]
 @pytest.mark.parametrize(("target", "shape"), [(target, shape) for target in GPUS for shape in SHAPES[target]], ids=str)
 def test_tiles(target, shape, tmp_path):
     made = list(plans(target, *shape, bias=True))
+    M, N, K, r, G = shape
+    x, dy, h = (alike(M, n, dtype=BF16) for n in (K, N, r))
+    needs = (True, True, True, False, False, False)  # onto the dx of another layer
+    made.append(
+        multi.plan_backward(
+            (dy, x, h, None, x, *bank(M, N, K, r, G, BF16, BF16, m=False)), device(target), False, True, (), 0.0, "lora", needs
+        )
+    )
     products = [step for plan in made for step in launches(plan, "multi_gemm")]
-    assert len(products) == 2 and all(by_tma(step) == (target >= 90) for step in products)
+    assert len(products) == 3 and all(by_tma(step) == (target >= 90) for step in products)
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "bank") if target >= 90 else None
 
@@ -106,7 +113,7 @@ def test_experts(target, shape, tmp_path):
     (M, K, N, _, G), d = shape, device(target)
     x, dy, h = alike(M, K, dtype=BF16), alike(M, N, dtype=BF16), alike(M, r, dtype=BF16)
     likes, no_dx = bank(M, N, K, r, G, BF16, BF16, experts=True), (False, *(True,) * 4, False)
-    made.append(multi.plan_backward((dy, x, h, dy, *likes), d, False, False, (), 0.0, "lora", no_dx))
+    made.append(multi.plan_backward((dy, x, h, dy, None, *likes), d, False, False, (), 0.0, "lora", no_dx))
     for name in ("multi_gemm", "multi_routes") if r > 16 or target == 80 else ("multi_gemm",):
         assert_builds(made, target, tmp_path, name, SPILL)
 
@@ -123,7 +130,7 @@ def test_experts_of_codes(target, shape, mode, tmp_path):
         likes = [None, *bank(M, N, K, r, E, BF16, BF16, bias, experts=True)[1:]]
         likes += [alike(E * N, K, dtype=torch.float8_e4m3fn), scales]
         made.append(multi.plan_forward((x, *likes), device(target), (), 0.0, "lora", bias, *facts, True))
-    saved, needs = (dy, x, alike(M, r, dtype=BF16), dy), (*(True,) * 5, True)
+    saved, needs = (dy, x, alike(M, r, dtype=BF16), dy, None), (*(True,) * 5, True)
     made.append(multi.plan_backward((*saved, *likes), device(target), True, False, (), 0.0, "lora", needs, *facts, True))
     assert all("grouped product of codes" in plan.path or "product of codes for dx" in plan.path for plan in made)
     assert_builds(made, target, tmp_path, "multi_codes")

@@ -317,7 +317,7 @@ def test_it_compiles(target, shape, tmp_path, monkeypatch):
             for G in (2, 64):
                 of_bank = [None, *many(M, N, K, r, G, BF16, BF16)[1:], *likes[1:3]]
                 plans.append(multi.plan_forward([likes[0], *of_bank], gpu(target), (), 0.0, "lora", True, *written([W])))
-            given = [alike(M, N, dtype=BF16), likes[0], alike(M, r, dtype=BF16), alike(M, N, dtype=BF16)]
+            given = [alike(M, N, dtype=BF16), likes[0], alike(M, r, dtype=BF16), alike(M, N, dtype=BF16), None]
             wanted = (*(True,) * 5, False)
             plans.append(
                 multi.plan_backward([*given, *of_bank], gpu(target), False, False, (), 0.0, "lora", wanted, *written([W]))

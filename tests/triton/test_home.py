@@ -29,7 +29,7 @@ from fdora.functional import (
     select_backend,
 )
 from fdora.functional.act import gated_act
-from fdora.functional.multi import gated_multi
+from fdora.functional.multi import multi_together
 from fdora.quant import quantize
 from fdora.triton.op import Maker
 from tests import device, reference
@@ -368,7 +368,8 @@ def gated_pair():
     draw = partial(torch.randn, dtype=torch.float16, device=device.NAME)
     A, B, m = draw(2, 4, 32), draw(2, 48, 4), torch.rand(2, 48, device=device.NAME)
     layer = {"W": draw(48, 32), "A": A.requires_grad_(), "B": B, "m": m.requires_grad_(), "s": [S, S], "backend": "triton"}
-    return gated_multi(draw(20, 32), [layer, layer], "silu", torch.tensor([8, 20], dtype=torch.int32, device=device.NAME))
+    ends = torch.tensor([8, 20], dtype=torch.int32, device=device.NAME)
+    return multi_together(draw(20, 32), [layer, layer], ends, "silu")[0]
 
 
 @pytest.fixture(scope="module")

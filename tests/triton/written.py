@@ -411,7 +411,7 @@ def calls_of_fp8_banks(M, N, K, ranks, dtype, experts=False):
             0.1 if seed else 0.0,
         )
         yield multi.plan_forward, [x, *tensors], ((), p, "lora", True, *facts, *grouped)
-        saved = [dy, x, alike(M, r, dtype=dtype), dy]
+        saved = [dy, x, alike(M, r, dtype=dtype), dy, None]
         yield multi.plan_backward, [*saved, *tensors], (also, False, (), p, "lora", (*(True,) * 5, also), *facts, *grouped)
 
 
@@ -461,7 +461,8 @@ def calls_of_multi(M, N, K, r, G, dtype, adapter=None):
             if any(wanted):
                 for pre_scale in (dtype == FP32 or bias, True):
                     kept = dy if wanted[3] or wanted[4] else None
-                    yield multi.plan_backward, [dy, x, h, kept, *tensors], (pre_scale, False, of, p, mode, wanted)
+                    other = x if mode == "lora" and order == pre_scale else None  # dx of another layer
+                    yield multi.plan_backward, [dy, x, h, kept, other, *tensors], (pre_scale, False, of, p, mode, wanted)
         if m and not bias and p == 0 and dtype != FP32:
             yield multi.plan_gated, [dy, dy, dy, x, h, h, *tensors, *tensors], ("silu", (True,) * 4)
         yield plan_route, [alike(M, dtype=torch.int64)], (G,)
@@ -480,7 +481,7 @@ def calls_of_experts(M, N, K, r, E, dtype, adapter=None):
             tensors[0] = tensors[0]._replace(stride=(N * K, 1, N))
         yield multi.plan_forward, [x, *tensors], ((), 0.0, "lora", True)
         for pre_scale in {dtype == FP32 or bias, True}:
-            yield multi.plan_backward, [dy, x, h, dy, *tensors], (pre_scale, False, (), 0.0, "lora", (*(True,) * 5, bias))
+            yield multi.plan_backward, [dy, x, h, dy, None, *tensors], (pre_scale, False, (), 0.0, "lora", (*(True,) * 5, bias))
         yield plan_bank_norm, [tensors[0], tensors[1], tensors[2], tensors[6]], ((), None)
     yield from calls_around_experts(M, N, dtype)
 

@@ -371,6 +371,11 @@ def gated_mlps(model: nn.Module) -> dict[nn.Module, tuple[Gated, Any]]:
     return found
 
 
+def projections(module: nn.Module) -> list[nn.Module]:
+    """q, k and v of a module that calls the three in this order on one x, whatever they are; none of another module."""
+    return [module._modules[name] for name in ATTENTION] if shares_x(forward_of(module)) else []  # type: ignore[misc]
+
+
 def adapted(parts: dict[str, Any], names: tuple[str, ...]) -> bool:
     return all(isinstance(parts.get(name), Layer) for name in names)
 

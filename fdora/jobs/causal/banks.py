@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fdora._check import fail
-from fdora.functional import DoraParams, dora_linear_multi, dora_norm
+from fdora.functional import DoraParams, dora_norm
 from fdora.functional.act import gated_act
-from fdora.functional.multi import gated_multi
+from fdora.functional.multi import multi_together
 from fdora.jobs.causal.data import FN, Packed
 
 Mode = Literal["peft", "lora"]
@@ -137,6 +138,25 @@ Logits = Callable[..., Tensor]
 what these make of x, or of the tokens without it; (M, hidden) where the last is not among them."""
 
 
+class Group:
+    """Layers that are called one by one on one x: the first computes all, the others hand over what waits for them."""
+
+    def __init__(self, modules: Sequence[nn.Module], run: Callable[..., Sequence[Tensor]]):
+        self.modules, self.run, self.waiting = modules, run, dict[nn.Module, tuple[Tensor, tuple[int, bool], Tensor]]()
+
+    def output(self, module: nn.Module, x: Tensor) -> Tensor:
+        from fdora.integrations._norm import version
+
+        now = version(x), torch.is_grad_enabled()
+        of, then, y = self.waiting.pop(module, (None, now, x))
+        if of is x and then == now:
+            return y
+        modules = self.modules if module is self.modules[0] else [module]
+        first, *rest = self.run(x, modules)
+        self.waiting = {each: (x, now, y) for each, y in zip(modules[1:], rest, strict=True)}
+        return first
+
+
 @contextmanager
 def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module] = ()) -> Iterator[Logits]:
     """The model's layers are these until the end: backward may run them again (activation checkpointing). What stood in their
@@ -152,13 +172,8 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         seed = None if packed.seed is None else packed.seed * len(layers) + n
         return arguments(layers[path], params[path], norms[path], seed)
 
-    def run(path: str, n: int, x: Tensor) -> Tensor:
-        return dora_linear_multi(x, offsets=now[2].ends, **given(x, path, n))
-
-    def gated(gate: nn.Module, up: nn.Module, act: Any, x: Tensor) -> Tensor:
-        if gate in at and up in at:
-            return gated_multi(x, [given(x, *at[each]) for each in (gate, up)], act, now[2].ends)
-        return gated_act(gate(x), up(x), act)
+    def run(x: Tensor, modules: Sequence[nn.Module], act: Any = None) -> Sequence[Tensor]:
+        return multi_together(x, [given(x, *at[each]) for each in modules], now[2].ends, act)
 
     def through(n: int, forward: Callable[..., Tensor], x: Tensor, *rest: Any, **more: Any) -> Tensor:
         return forward(x, *rest, **more) if n in now[3] else x
@@ -182,8 +197,7 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
             found.register_hook(lambda _: now.__setitem__(slice(None), mine))
         return found
 
-    placed = gated_mlps_of(inner, gated) | {module: partial(run, *own) for module, own in at.items()}
-    placed |= {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
+    placed = forwards_of(inner, at, run) | {block: partial(through, n, block.forward) for n, block in enumerate(blocks)}
     before = {module: module.__dict__.get("forward") for module in placed}
     learning = [p for p in model.parameters() if p.requires_grad]
     try:
@@ -199,6 +213,25 @@ def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module]
         model.requires_grad_(False)
         for p in learning:
             p.requires_grad_(True)
+
+
+def forwards_of(
+    inner: nn.Module, adapted: Collection[nn.Module], run: Callable[..., Sequence[Tensor]]
+) -> dict[nn.Module, Callable[..., Any]]:
+    """Of the adapted layers, those that read one x together, and of the gated MLPs. ``run(x, modules)``: what these make of x;
+    with an activation, f(first) second."""
+    from fdora.integrations._peft.blocks import projections
+
+    def gated(gate: nn.Module, up: nn.Module, act: Any, x: Tensor) -> Tensor:
+        if gate in adapted and up in adapted:
+            return run(x, (gate, up), act)[0]
+        return gated_act(gate(x), up(x), act)
+
+    placed = gated_mlps_of(inner, gated)
+    for modules in chain(map(projections, inner.modules()), ([module] for module in adapted)):
+        group = Group([each for each in modules if each in adapted and each not in placed], run)
+        placed |= {module: partial(group.output, module) for module in group.modules}
+    return placed
 
 
 def check_forward(inner: Any) -> None:

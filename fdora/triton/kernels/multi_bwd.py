@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from fdora.triton.kernels.act import gradient_of
+from fdora.triton.kernels.g import times_g
 from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
 from fdora.triton.kernels.multi_rows import scale_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
 from fdora.triton.kernels.sums import column_sums
-from fdora.triton.kernels.tile import Matrix, block_on, put, store, strip_at, vector, zeros
+from fdora.triton.kernels.tile import Matrix, block_on, loaded, put, store, strip_at, vector, zeros
 from fdora.triton.runtime.cost import kernel
 
 
@@ -43,24 +45,29 @@ def multi_scale_kernel(
 def multi_gated_kernel(
     da, gate, up, g_gate, g_up, offsets, dz_gate, dz_up, partial_gate, partial_up, M, G, N,
     stride_da, stride_gate, stride_up, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
 ):
     """dz of gate and of up, and the sums of dy v of both, v times g: the pass of the activation's backward with those of two
-    layers. Programs beside each other have the two of one tile, so that what both read comes from memory once."""
-    tiles = tl.cdiv(N, BLOCK_N)
-    at = tl.program_id(0) // 2
-    n = at % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = at // tiles
+    layers."""
+    n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
-    dy = (Matrix(da, stride_da, None), Matrix(gate, stride_gate, None), Matrix(up, stride_up, None))
-    if tl.program_id(0) % 2 == 0:
-        g = vector(g_gate + tl.cast(a, tl.int64) * N, n, N)[None, :]
-        sums = scaled(dy, dy[1], None, dz_gate, None, g, None, n, 0, lo, hi, hi, N, 1, False, 0, BLOCK_M, STAGES, ACT, False)
-        store_sums(sums, partial_gate, None, None, pair, n, N, 1)
-    else:
-        g = vector(g_up + tl.cast(a, tl.int64) * N, n, N)[None, :]
-        sums = scaled(dy, dy[2], None, dz_up, None, g, None, n, 0, lo, hi, hi, N, 1, False, 0, BLOCK_M, STAGES, ACT, True)
-        store_sums(sums, partial_up, None, None, pair, n, N, 1)
+    at = tl.cast(a, tl.int64) * N
+    g, g_beside = vector(g_gate + at, n, N)[None, :], vector(g_up + at, n, N)[None, :]
+    da, gate, up = Matrix(da, stride_da, None), Matrix(gate, stride_gate, None), Matrix(up, stride_up, None)
+    sum_gate, sum_up = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
+    for i in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
+        t = i + tl.arange(0, BLOCK_M)
+        d = loaded(da, t, n, hi, N)
+        z, u = loaded(gate, t, n, hi, N).to(tl.float32), loaded(up, t, n, hi, N).to(tl.float32)
+        d_gate = gradient_of(d.to(tl.float32), z, u, False, ACT).to(d.dtype).to(tl.float32)
+        d_up = gradient_of(d.to(tl.float32), z, u, True, ACT).to(d.dtype).to(tl.float32)
+        store(times_g(d_gate, g, d.dtype), Matrix(dz_gate, N, None), t, n, hi, N)
+        store(times_g(d_up, g_beside, d.dtype), Matrix(dz_up, N, None), t, n, hi, N)
+        sum_gate += d_gate * z
+        sum_up += d_up * u
+    at = pair.to(tl.int64) * N + n
+    tl.store(partial_gate + at, tl.sum(sum_gate, axis=0), mask=n < N)
+    tl.store(partial_up + at, tl.sum(sum_up, axis=0), mask=n < N)
 
 
 @kernel("partial_m")

@@ -27,10 +27,10 @@ def _steps_of(route, tiles, M, N, steps_k, PROGRAMS, BLOCK_M: tl.constexpr, BLOC
     return total
 
 
-@kernel("x w h b out pre_scale g", "M N K x, M N R x")
+@kernel("x w h b out pre_scale residual g", "M N K x, M N R x")
 def multi_gemm_tma_kernel(
-    x, w, h, b, tails, out, pre_scale, out_at, pre_scale_at, g, bias, ids, route, steps, M, N, K, R, SPAN, W_SPAN, BIAS_SPAN,
-    MOST, PROGRAMS, TRANS_B: tl.constexpr,
+    x, w, h, b, tails, out, pre_scale, residual, out_at, pre_scale_at, g, bias, ids, route, steps,
+    M, N, K, R, SPAN, W_SPAN, BIAS_SPAN, MOST, PROGRAMS, TRANS_B: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
@@ -81,7 +81,7 @@ def multi_gemm_tma_kernel(
                     row, col, last, N, "segments", EPILOGUE_SUBTILE, "rows",
                 )
             else:
-                ends = (out, pre_scale, None, g, (ids, first, last), bias)
+                ends = (out, pre_scale, residual, g, (ids, first, last), bias)
                 finish_tma(acc, ends, row, col, M, N, "segments", EPILOGUE_SUBTILE)
             acc = zeros(BLOCK_M, BLOCK_N)
 
@@ -141,9 +141,9 @@ def low_rank_terms(
     return acc
 
 
-@kernel("x w h b out pre_scale g", "M N K x, M N R x")
+@kernel("x w h b out pre_scale residual g", "M N K x, M N R x")
 def multi_gemm_pointer_kernel(
-    x, w, h, b, out, pre_scale, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
+    x, w, h, b, out, pre_scale, residual, g, bias, ids, offsets, ranks, route, M, N, K, R, G, BIAS_SPAN, MOST,
     stride_xm, stride_xk, stride_we, stride_wk, stride_wn, stride_hm, stride_ba, stride_br, stride_bn,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
@@ -165,14 +165,14 @@ def multi_gemm_pointer_kernel(
     )
     x, w = Matrix(x, stride_xm, stride_xk), Matrix(w, stride_wk, stride_wn)
     acc = products(acc, x, w, row, col, stop, N, K, BLOCK_K, "ieee")
-    ends = (out, pre_scale, None, g, (ids, first, last), bias)
+    ends = (out, pre_scale, residual, g, (ids, first, last), bias)
     finish(acc, ends, row, col, stop, N, "segments")
 
 
-@kernel("v other h b out pre_scale g", "M N R h")
+@kernel("v other h b out pre_scale residual g", "M N R h")
 def multi_epilogue_kernel(
-    v, other, h, b, out, pre_scale, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale, M, N, R, G,
-    stride_hm, stride_ba, stride_br, stride_bn,
+    v, other, h, b, out, pre_scale, residual, g, bias, ids, offsets, order, ranks, route, seed, threshold, keep_scale,
+    M, N, R, G, stride_hm, stride_ba, stride_br, stride_bn,
     OTHER: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """The same on a product that is there. By ``order`` rows of v and out are sorted. Without g ``seed`` masks the term of low
@@ -211,4 +211,6 @@ def multi_epilogue_kernel(
             acc = by_segments(acc, g, (ids, first, last), t, n, M, N)
     if bias is not None:
         acc += vector(bias, n, N).to(tl.float32)[None, :]
+    if residual is not None:
+        acc += tl.load(addresses(Matrix(residual, N, None), place, n), mask=inside, other=0.0).to(tl.float32)
     tl.store(addresses(Matrix(out, N, None), place, n), acc.to(out.dtype.element_ty), mask=inside)

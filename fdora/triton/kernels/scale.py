@@ -82,7 +82,6 @@ def _finish(sum_m, sum_bias, dy, x, w, h, b, m, c, out, n, N, M, K, R, tiny, SAV
 def scaled(
     dy, saved, h, dz, beside, g, g_beside, n, first, begin, end, M, N, R,
     WITH_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    ACT: tl.constexpr = NO_ACT, OF_UP: tl.constexpr = False,
 ):
     """dz = g dy (and beside it dy with another factor) of the tokens up to M from ``first`` + ``begin`` to ``first`` + ``end``,
     and their sums of dy v, dy and dz^T h. Everything is loaded before anything is stored: no load is moved ahead of a store.
@@ -93,7 +92,7 @@ def scaled(
     sum_B = zeros(n.shape[0], r.shape[0])
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         t = first + i + tl.arange(0, BLOCK_M)
-        given = dy_at(dy, t, n, M, N, ACT, OF_UP)
+        given = loaded(dy, t, n, M, N)
         d = given.to(tl.float32)
         if saved.p is not None:
             v = loaded(saved, t, n, M, N).to(tl.float32)

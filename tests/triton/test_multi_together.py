@@ -1,4 +1,4 @@
-"""Two banks and the gated activation behind them as one node, against the node of each."""
+"""Banks on one x as one node, and with the gated activation behind two of them, against the node of each."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from fdora import FdoraError
 from fdora.functional import dora_linear_multi, dora_norm
 from fdora.functional.act import gated_act
-from fdora.functional.multi import gated_multi
+from fdora.functional.multi import multi_together
 from tests import device
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 
@@ -17,7 +17,7 @@ pytestmark = needs_kernels
 def made(on: str, dtype: torch.dtype, ends: list[int], r: int, **more) -> tuple[Tensor, list[dict], Tensor, list[Tensor]]:
     """x, the arguments of gate and of up, offsets and all leaves."""
     draw = torch.Generator(on).manual_seed(0)
-    G, (M, K, F) = len(ends), (200, 48, 96)
+    G, (M, K, F) = len(ends), (max(200, ends[-1]), 48, 96)
 
     def drawn(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=draw, device=on) / K**0.5).to(dtype)
@@ -33,7 +33,7 @@ def made(on: str, dtype: torch.dtype, ends: list[int], r: int, **more) -> tuple[
     return x, pair, torch.tensor(ends, dtype=torch.int32, device=on), [x, *leaves]
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", None])
 @pytest.mark.parametrize(
     ("ends", "r", "more"),
     [
@@ -41,26 +41,36 @@ def made(on: str, dtype: torch.dtype, ends: list[int], r: int, **more) -> tuple[
         ([200], 16, {}),
         ([3, 120, 200], 8, {"ranks": [8, 2, 5]}),
         ([3, 120, 200], 8, {"dropout_p": 0.3, "seed": 5}),
+        ([3, 700, 1040], 8, {}),  # one fused product for dx
     ],
 )
 def test_as_the_node_of_each(act, ends, r, more):
-    x, pair, offsets, leaves = made(device.NAME, HALF[0], ends, r, **more)
-    da = torch.randn(200, 96, device=device.NAME).to(HALF[0])
-    found = gated_multi(x, pair, act, offsets)
-    grads = torch.autograd.grad(found, leaves, da)
-    gate, up = (dora_linear_multi(x, offsets=offsets, **of) for of in pair)
-    expected = gated_act(gate, up, act, backend="triton")
-    assert torch.equal(found, expected)
-    for mine, other in zip(grads, torch.autograd.grad(expected, leaves, da), strict=True):
+    x, layers, offsets, leaves = made(device.NAME, HALF[0], ends, r, **more)
+    found = multi_together(x, layers, offsets, act)
+    expected = [dora_linear_multi(x, offsets=offsets, **of) for of in layers]
+    expected = expected if act is None else [gated_act(*expected, act, backend="triton")]
+    dys = [torch.randn_like(y) for y in expected]
+    grads = torch.autograd.grad(found, leaves, dys)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    for mine, other in zip(grads, torch.autograd.grad(expected, leaves, dys), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
-    assert type(found.grad_fn).__name__ == "GatedMultiBackward"
+    assert {y.grad_fn for y in found} == {found[0].grad_fn} and type(found[0].grad_fn).__name__ == "MultiBackward"
+
+
+def test_an_output_that_nobody_used_has_no_gradient():
+    x, layers, offsets, (x, A, B, m, *others) = made(device.NAME, HALF[0], [70, 200], 4)
+    first = multi_together(x, layers, offsets)[0]
+    dy = torch.randn_like(first)
+    grads = torch.autograd.grad(first, [x, A, B, m, *others], dy, allow_unused=True)
+    expected = torch.autograd.grad(dora_linear_multi(x, offsets=offsets, **layers[0]), [x, A, B, m], dy)
+    assert all(map(torch.equal, grads[:4], expected)) and grads[4:] == (None,) * 3
 
 
 def test_what_is_refused_as_by_the_node_of_each():
     x, pair, offsets, _ = made(device.NAME, HALF[0], [200], 4)
     with pytest.raises(FdoraError, match="`act` must be one of silu"):
-        gated_multi(x, pair, "relu", offsets)
+        multi_together(x, pair, offsets, "relu")
     narrow = pair[1] | {name: pair[1][name][..., :80] for name in ("m", "norm")}
     narrow |= {"W": pair[1]["W"][:80], "B": pair[1]["B"][:, :80]}
     with pytest.raises(FdoraError, match="`up` must be"):
-        gated_multi(x, [pair[0], narrow], "silu", offsets)
+        multi_together(x, [pair[0], narrow], offsets, "silu")
