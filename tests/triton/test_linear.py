@@ -87,6 +87,15 @@ def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
     assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_compiler_hears_of_norms_that_somebody_keeps(keep):
+    with torch.device("meta"):
+        x, W, A, B, m = torch.empty(5, 8), torch.empty(16, 8), torch.empty(4, 8), torch.empty(16, 4), torch.empty(16)
+        operands, seen = [W, A, B, m, None, None, None], [torch.empty(2, dtype=torch.int64)]
+        found = torch.ops.fdora.linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, False, seen, keep)
+    assert [t.shape for t in found] == [(5, 16), (5, 4), *[(16,)] * keep]
+
+
 @pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)
 def test_gradients_of_no_tokens(dtype):
     """Sums of no terms: zeros, and what eager has where c is 0 or NaN."""
