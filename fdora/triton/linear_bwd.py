@@ -77,17 +77,17 @@ def backward(plan: Builder, parts: Sequence[Given], dx: Array | None) -> None:
 
 def _backward(plan: Builder, of: Given) -> str:
     """Returns how dx is formed, in words."""
-    dy, x, la, s, h, *_, grads, dropout, dx, accumulate, _ = of
+    dy, x, la, s, h, *_, grads, dropout, dx, accumulate, _, scaled = of
     t, r, how, coded = x.dtype, la.A.shape[0], "no dx is asked for", isinstance(la.W, Packed)
     peft, few = la.seed is not None and dropout.mode == "peft", t != torch.float32 and is_few(plan, dy, la, False)
     codes = codes_config(plan, la.W, r, dx, la.seed is not None) if of.fp8 and dx is not None else None
-    if dx is not None and codes is None and takes_g(plan.device, of):
+    if dx is not None and codes is None and not scaled and takes_g(plan.device, of):
         return scaled_backward(plan, of, lambda out, W, A, dh: _dx(plan, of._replace(dx=out), dy, None, W, A, dh))
     both = not few and at_once(plan.device, of)
     config = scale.config_for(plan, dy, r, grads.B is not None and not both)
-    fused_B = grads.B if config.BLOCK_R else None
+    fused_B = grads.B if config.BLOCK_R and not scaled else None
     need_dz = dx is not None or grads.A is not None or (grads.B is not None and fused_B is None)
-    dz = plan.temp(dy.shape, t) if need_dz else None
+    dz = dy if scaled else plan.temp(dy.shape, t) if need_dz else None
     beside = plan.temp(dy.shape, t) if peft and dx is not None else None
     tile = None if beside is None else tile_of_dropped(plan, beside, la.W, la.W.shape[1], r, dropout.p, t)
     small = dx is not None and la.seed is None and few
@@ -96,7 +96,8 @@ def _backward(plan: Builder, of: Given) -> str:
         dense = la._replace(W=weight_in(plan, la.W, t) if dx is not None and not small and codes is None else None)
     of_dy = (0.0, 1.0) if tile is None else (1.0, 1 / (1 - dropout.p))
     sums = scale.Sums(dz, beside, grads.m, grads.c, grads.bias, fused_B, *of_dy)
-    scale.scale_backward(plan, of._replace(la=dense), sums, config)
+    if not scaled:
+        scale.scale_backward(plan, of._replace(la=dense), sums, config)
     if dense.W is None:
         redo(plan, of)
     else:

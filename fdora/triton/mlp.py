@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fdora._records import Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
+from fdora._records import Bank, Bound, Dropout, DropoutMode, Grads, Needs, Operands, Options, SavedMlp
 from fdora._torch import needs_dispatcher
 from fdora.quant import QuantSpec
+from fdora.triton import multi_bwd
 from fdora.triton.act import act_backward, act_forward
+from fdora.triton.codes import Packed
 from fdora.triton.copy import dense
+from fdora.triton.factors import at_once
 from fdora.triton.gemm import Epilogue
 from fdora.triton.linear import rows_of, saves_pre_scale
 from fdora.triton.linear_bwd import backward, by_layer, forms_of_grads
@@ -22,8 +27,8 @@ from fdora.triton.op import Likes, planned
 from fdora.triton.operands import described, facts, facts_of, flat, norm_forms, read_layers
 from fdora.triton.runtime import Array, Builder
 from fdora.triton.runtime.walk import plan_for, run
-from fdora.triton.scale import Given
-from fdora.triton.small import Out
+from fdora.triton.scale import Given, config_for
+from fdora.triton.small import Out, is_small
 
 INNER = ("h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")  # results beside y and c
 NOWHERE = -1
@@ -209,12 +214,41 @@ def plan_backward(
     backward(plan, [below], da)
     if da is None:
         return
-    dgate = plan.temp(gate.shape, t)
-    act_backward(plan, da, gate, up, dgate, da, act)
     kept_pair = [y if v is None else v for y, v in zip((gate, up), kept, strict=False)]
     of_pair = columns_of_h(saved.h, layers[:2])
-    pair = map(Given, (dgate, da), (x, x), layers, scalars, of_pair, kept_pair, has_pre, grads, (dropout, dropout))
-    backward(plan, [of._replace(fp8=fp8) for of in pair], dx and dx.flat())
+    pair = [*map(Given, (da, da), (x, x), layers, scalars, of_pair, kept_pair, has_pre, grads, (dropout, dropout))]
+    dgate, dup = plan.temp(gate.shape, t), da
+    if together := forms_dz_of_both(plan, pair):
+        dup = plan.temp(gate.shape, t)
+        sums = [multi_bwd.Out(None, None, None, of.grads.m, of.grads.c, None) for of in pair]
+        multi_bwd.gated_scale(plan, [alone(of) for of in pair], act, (dgate, dup), sums)
+    else:
+        act_backward(plan, da, gate, up, dgate, dup, act)
+    parts = [of._replace(dy=d, fp8=fp8, scaled=together) for of, d in zip(pair, (dgate, dup), strict=True)]
+    backward(plan, parts, dx and dx.flat())
+
+
+def forms_dz_of_both(plan: Builder, pair: Sequence[Given]) -> bool:
+    """Whether one pass forms dz, dm and dc of gate and up from da: 5 M F elements, where the activation's pass and one for each
+    layer move 11. Dense layers of many tokens, whose outputs are what is kept of them; few elements have dB in their pass."""
+    dy = pair[0].dy
+    if dy.dtype == torch.float32 or is_small(dy.shape[0]):
+        return False
+    for of in pair:
+        la = of.la
+        twice = la.seed is not None and of.dropout.mode == "peft"
+        if la.A is None or la.m is None or isinstance(la.W, Packed) or of.pre_scale or twice:
+            return False
+    sums = [of.grads.B is not None and not at_once(plan.device, of) for of in pair]
+    return not any(config_for(plan, dy, of.la.A.shape[0], has).BLOCK_R for of, has in zip(pair, sums, strict=True))
+
+
+def alone(of: Given) -> multi_bwd.Given:
+    """A layer as a bank of one adapter, which has all tokens."""
+    la = of.la
+    A, B = (replace(t, shape=(1, *t.shape), stride=(0, *t.stride)) for t in (la.A, la.B))
+    bank: Any = Bank._make((la.W, A, B, la.m, la.c, *[None] * 7, 0.0, False, "lora"))
+    return multi_bwd.Given(of.dy, of.x, bank, of.h, of.saved, False)
 
 
 def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:

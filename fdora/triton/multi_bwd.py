@@ -189,14 +189,13 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out, 
         else:
             column_sums(plan, partial_bias, out.dbias)
     if need_m:
-        _finish(plan, of, found, out, partial_m, rows)
+        _finish(plan, of, out, partial_m, rows)
     return partial_B is not None
 
 
 def _finish(
     plan: Builder,
     of: Given,
-    found: Routes,
     out: Out,
     partial_m: Any,
     rows: int,
@@ -209,7 +208,7 @@ def _finish(
     given |= {"M": of.x.shape[0], "G": G, "N": N, "K": K, "R": R, "SAVED_PRE_SCALE": of.pre_scale, "tiny": tiny_of(of.dy.dtype)}
     given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t, **named("gate up ACT OF_UP", gated)}
     warps = 8 if gated[2] else 4  # to form d gate takes registers that 4 lack
-    plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, found, of.bank, num_warps=warps)
+    plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, of.bank, num_warps=warps)
 
 
 def gated_config(capability: int) -> ScaleConfig:
@@ -224,20 +223,19 @@ def gated_scale(plan: Builder, pair: Sequence[Given], act: str, dzs: Sequence[Ar
 
     Bytes: da, gate and up read, both dz written, 5 M N; the activation's pass and one for each layer move 11."""
     da, _, bank, *_ = pair[0]
-    (M, N), (G, R, _) = da.shape, bank.A.shape
+    (M, N), G = da.shape, bank.A.shape[0]
     config = gated_config(plan.device.capability)
     rows = config.ROWS * longer(M, N, G, config.ROWS, plan.device.num_sms)
     pairs, (gate, up) = cdiv(M, rows) + G, (of.kept for of in pair)
     partials = [plan.temp((pairs, N)) for _ in pair]
-    found = [routes(plan, of.bank, M, behind(R)) for of in pair]
     given = {"da": da, "gate": gate, "up": up, "offsets": bank.offsets, "M": M, "G": G, "N": N, "ACT": act, "ROWS": rows}
-    given |= named("g_gate g_up", [each.g for each in found]) | named("dz_gate dz_up", dzs)
+    given |= named("m_gate c_gate m_up c_up", [t for of in pair for t in (of.bank.m, of.bank.c)]) | named("dz_gate dz_up", dzs)
     given |= named("partial_gate partial_up", partials) | {"BLOCK_G": block_of(G)}
     grid, given["FLAT"] = grid_of(cdiv(N, config.BLOCK_N), pairs)
     plan.launch(multi_gated_kernel, grid, given, config)
-    for of, out, own, partial_m, of_up in zip(pair, outs, found, partials, (False, True), strict=True):
+    for of, out, partial_m, of_up in zip(pair, outs, partials, (False, True), strict=True):
         if out.dm is not None or out.dc is not None:
-            _finish(plan, of, own, out, partial_m, rows, (gate, up, act, of_up))
+            _finish(plan, of, out, partial_m, rows, (gate, up, act, of_up))
 
 
 def _sum(plan: Builder, partial: Array, bank: Any, out: Array, M: int, rows: int) -> None:

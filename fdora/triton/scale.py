@@ -42,6 +42,7 @@ class Given(NamedTuple):
     dx: Array | None = None
     accumulate: bool = False
     fp8: bool = False  # dx by a product of e4m3 codes, where there is one
+    scaled: bool = False  # dy is dz, and the sums over tokens are formed
 
 
 class Sums(NamedTuple):

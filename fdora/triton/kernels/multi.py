@@ -20,9 +20,11 @@ ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of route
 
 @triton.jit
 def bounds_of(offsets, a, G, M):
-    """First token of segment a and the one behind its last."""
-    lo = tl.load(offsets + a - 1, mask=a > 0, other=0)
-    hi = vector(offsets, a, G, M)
+    """First token of segment a and the one behind its last. Without offsets all are those of one adapter."""
+    if offsets is None:
+        lo, hi = tl.where(a > 0, M, 0), M
+    else:
+        lo, hi = tl.load(offsets + a - 1, mask=a > 0, other=0), vector(offsets, a, G, M)
     return tl.minimum(lo, M), tl.minimum(hi, M)
 
 
@@ -67,7 +69,7 @@ def pair_of(pair, offsets, G, M, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
     a = pair * 0
     for a0 in range(0, G, BLOCK_G):
         before = a0 + tl.arange(0, BLOCK_G)
-        end = tl.minimum(vector(offsets, before, G), M)  # where the segment after it begins
+        end = M if offsets is None else tl.minimum(vector(offsets, before, G), M)  # where the segment after it begins
         a += tl.sum(((end // ROWS + before + 1 <= pair) & (before < G)).to(tl.int32), axis=0)
     lo, hi = bounds_of(offsets, a, G, M)
     tile = pair - a

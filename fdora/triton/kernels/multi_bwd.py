@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from fdora.triton.kernels.act import gradient_of
-from fdora.triton.kernels.g import times_g
-from fdora.triton.kernels.multi import bounds_of, pair_of, rank_of
+from fdora.triton.kernels.g import floored, times_g
+from fdora.triton.kernels.multi import bounds_of, g_of_adapter, pair_of, rank_of
 from fdora.triton.kernels.multi_rows import scale_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
@@ -43,7 +43,7 @@ def multi_scale_kernel(
 
 @kernel("da gate up dz_gate dz_up partial_gate partial_up")
 def multi_gated_kernel(
-    da, gate, up, g_gate, g_up, offsets, dz_gate, dz_up, partial_gate, partial_up, M, G, N,
+    da, gate, up, m_gate, c_gate, m_up, c_up, offsets, dz_gate, dz_up, partial_gate, partial_up, M, G, N,
     stride_da, stride_gate, stride_up, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr,
 ):
@@ -51,8 +51,7 @@ def multi_gated_kernel(
     layers."""
     n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
-    at = tl.cast(a, tl.int64) * N
-    g, g_beside = vector(g_gate + at, n, N)[None, :], vector(g_up + at, n, N)[None, :]
+    g, g_beside = g_of_adapter(m_gate, c_gate, a, n, G, N)[None, :], g_of_adapter(m_up, c_up, a, n, G, N)[None, :]
     da, gate, up = Matrix(da, stride_da, None), Matrix(gate, stride_gate, None), Matrix(up, stride_up, None)
     sum_gate, sum_up = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
     for i in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
@@ -72,7 +71,7 @@ def multi_gated_kernel(
 
 @kernel("partial_m")
 def multi_finish_kernel(
-    dy, gate, up, x, w, h, b, g, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
+    dy, gate, up, x, w, h, b, m, c, offsets, partial_m, dm, dc, M, G, N, K, R, tiny,
     stride_dy, stride_gate, stride_up, stride_xm, stride_we, stride_wn, stride_wk, stride_hm, stride_ba, stride_bn, stride_br,
     SAVED_PRE_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ACT: tl.constexpr,
     OF_UP: tl.constexpr,
@@ -84,7 +83,8 @@ def multi_finish_kernel(
     in_n = n < N
     a = tl.program_id(1)
     at = tl.cast(a, tl.int64) * N + n  # before the bounds are there: a trip to memory is what a program takes
-    ga, ca = tl.load(g + at, mask=in_n, other=1.0), tl.load(c + at, mask=in_n, other=1.0)
+    ma, ca = tl.load(m + at, mask=in_n, other=1.0), tl.load(c + at, mask=in_n, other=1.0)
+    ga = tl.div_rn(ma.to(tl.float32), floored(ca))
     lo, hi = bounds_of(offsets, a, G, M)
     first, end = lo // ROWS, tl.where(lo < hi, (hi + ROWS - 1) // ROWS, lo // ROWS)
     dg = column_sums(partial_m + (first + a).to(tl.int64) * N, n, N, N, end - first, BLOCK_T)
@@ -106,7 +106,8 @@ def multi_finish_kernel(
             for i in range(0, BLOCK_N, 32):
                 few = tl.program_id(0) * BLOCK_N + i + tl.arange(0, 32)
                 here = tl.cast(a, tl.int64) * N + few
-                g_few, c_few = tl.load(g + here, mask=few < N, other=1.0), tl.load(c + here, mask=few < N, other=1.0)
+                m_few, c_few = tl.load(m + here, mask=few < N, other=1.0), tl.load(c + here, mask=few < N, other=1.0)
+                g_few = tl.div_rn(m_few.to(tl.float32), floored(c_few))
                 exact = dot_rows(below, own_x, own_w, few, N, hi - lo, K, ACT, OF_UP)
                 exact += dot_rows(below, own_h, own_b, few, N, hi - lo, R, ACT, OF_UP)
                 mask = (few < N) & (tl.abs(g_few) < tiny)
