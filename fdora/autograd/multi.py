@@ -157,7 +157,10 @@ class Multi(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, calls: tuple[Call, ...], act: str, offsets: Any, order: Any, ids: Any, *rest: Any) -> Any:
         n, ops = len(calls), OPS[calls[0].backend]
-        ys, hs, kept, saves = list[Tensor](), list[Tensor](), list[Tensor](), any([call.save_for_dm for call in calls])
+        ys: list[Tensor] = []  # Dynamo takes no list[Tensor]()
+        hs: list[Tensor] = []
+        kept: list[Tensor] = []
+        saves = any([call.save_for_dm for call in calls])
         with autocast_off(x):
             for call, s, layer in zip(calls, rest, layers_of(rest[n:], calls[0].specs), strict=False):
                 bank = bank_of(call, Tokens(s, offsets, order, ids), layer, x.dtype, call.fp8)
@@ -218,7 +221,8 @@ def _backward(
         layers = [Operands(la.W, la.A, la.B, None, None, None, la.seed) for la in layers]
         needs = [BankNeeds(need.x, need.A, need.B, False, False, False) for need in needs]
         count = 0
-    dx, grads = None, list[Any]()
+    grads: list[Any] = []
+    dx = None
     for i, (dy, call, of, layer, h, need) in enumerate(zip(dys, calls, tokens, layers, hs, needs, strict=True)):
         own: Sequence[Tensor | None] = (None,) * 5
         if dy is not None:
@@ -231,7 +235,7 @@ def _backward(
 
 def parted(tensors: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
     """So many, one behind the other, and the rest."""
-    found, at = list[Any](), 0
+    found, at = [], 0
     for count in counts:
         found.append(tensors[at : at + count])
         at += count

@@ -10,8 +10,6 @@ from torch import Tensor
 from fdora._check import FLOATS, fail
 from fdora.quant.weight import QuantWeight, check_floating, made, matrix, read_as, register_kind, stored
 
-# Where in a word, counted from the low end, out_feature 8 j + i stands: i // 2 + 4 (i % 2).
-AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 WORD = (torch.int32,)
 
 
@@ -19,7 +17,8 @@ class Gptq(NamedTuple):
     """How weights of kind gptq and awq are stored.
 
     gptq: qweight int32 (K bits / 32, N), qzeros int32 (groups, ceil(N bits / 32)), scales (groups, N), g_idx (K,) or None;
-    low bits first. awq: qweight int32 (K, N / 8), qzeros int32 (groups, N / 8), scales (groups, N); order AWQ_PLACE.
+    low bits first. awq: qweight int32 (K, N / 8), qzeros int32 (groups, N / 8), scales (groups, N). In a
+    word, counted from the low end, out_feature 8 j + i stands at i // 2 + 4 (i % 2): 0, 4, 1, 5, 2, 6, 3, 7.
     """
 
     bits: int
@@ -47,7 +46,7 @@ def decode_awq(W: QuantWeight, first: int, last: int) -> Tensor:
     facts, (qweight, qzeros, scales) = read_as(W, Gptq, 3)
     w0, w1 = first // 8, -(-last // 8)
     i = torch.arange(8, dtype=torch.int32, device=qweight.device)
-    shifts = 4 * (i // 2 + i % 2 * 4)  # of AWQ_PLACE, with no copy from the host
+    shifts = 4 * (i // 2 + i % 2 * 4)  # with no copy from the host
     q, z = ((t[:, w0:w1, None] >> shifts & 15).flatten(1)[:, first - 8 * w0 : last - 8 * w0] for t in (qweight, qzeros))
     return grouped(q, z, scales[:, first:last], None, facts.group)
 

@@ -10,10 +10,8 @@ from typing import Any
 
 from fdora.triton.copy import dense
 from fdora.triton.kernels.act import act_bwd_kernel, act_fwd_kernel
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, cdiv
 
 BLOCK = 2048  # elements that a program has
 
@@ -32,24 +30,30 @@ def _elementwise(plan: Builder, kernel: Any, count: int, given: dict[str, Any]) 
     plan.launch(kernel, (cdiv(count, BLOCK),), given | {"count": count, "BLOCK": BLOCK})
 
 
-@maker("gated activation", "tokens tokens", "one pass", has_families=True)
+@planned(
+    "gated_act(Tensor gate, Tensor up, str act) -> Tensor",
+    "gated activation",
+    "tokens tokens",
+    lambda gate, *_: {"a": (gate.shape, gate.dtype)},
+    "one pass",
+    has_families=True,
+)
 def plan_act(plan: Builder, gate: Array, up: Array, act: str) -> None:
-    a = plan.result_tokens("a", 0, gate.shape[1], gate.dtype)
+    (a,) = plan.wanted()
     act_forward(plan, dense(plan, gate), dense(plan, up), a, act)
 
 
-@maker("gated activation backward", "tokens tokens tokens", "one pass", has_families=True)
+@planned(
+    "gated_act_backward(Tensor da, Tensor gate, Tensor up, str act) -> Tensor[]",
+    "gated activation backward",
+    "tokens tokens tokens",
+    lambda _, gate, *__: dict.fromkeys(("dgate", "dup"), (gate.shape, gate.dtype)),
+    "one pass",
+    has_families=True,
+)
 def plan_act_backward(plan: Builder, da: Array, gate: Array, up: Array, act: str) -> None:
-    dgate, dup = (plan.result_tokens(name, 0, gate.shape[1], gate.dtype) for name in ("dgate", "dup"))
+    dgate, dup = plan.wanted()
     act_backward(plan, dense(plan, da), dense(plan, gate), dense(plan, up), dgate, dup, act)
 
 
-gated_act, act_fwd = planned(
-    "gated_act", "(Tensor gate, Tensor up, str act) -> Tensor", plan_act, lambda gate, *_: (gate.shape, gate.dtype)
-)
-gated_act_backward, act_bwd = planned(
-    "gated_act_backward",
-    "(Tensor da, Tensor gate, Tensor up, str act) -> Tensor[]",
-    plan_act_backward,
-    lambda _, gate, up, __: [(each.shape, each.dtype) for each in (gate, up)],
-)
+act_fwd, act_bwd = plan_act.call, plan_act_backward.call

@@ -21,10 +21,8 @@ from fdora.quant.lut4 import NESTED
 from fdora.quant.lut4 import decode as decode4
 from fdora.quant.weight import kind_of
 from fdora.triton.kernels.decode import How
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import INTERPRETED, Device, cdiv
-from fdora.triton.runtime.plan import Array, Like, Plan
-from fdora.triton.runtime.walk import Maker
+from fdora.triton.runtime import Array, Builder, Like, cdiv, named
+from fdora.triton.runtime.device import INTERPRETED
 
 TABLES, LAYOUTS, MODES = ("nf4", "fp4", "e2m1"), ("flat", "row"), ("tensor", "row", "block")
 MORE = {"fp32": 0, "nested": 3, "e8m0": 0, "e4m3*global": 1, "e4m3/global": 1}  # tensors beside codes and scales
@@ -154,8 +152,8 @@ def written(weights: Sequence[Coded | None]) -> tuple[list[str], list[int]]:
     return text, numbers
 
 
-def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Coded | None, ...]:
-    """What was written. Nothing where all weights are tensors."""
+def weights_of(text: Sequence[str], numbers: Sequence[int]) -> tuple[Any, ...]:
+    """What was written, None for a tensor. Nothing where all weights are tensors."""
     found: list[Coded | None] = []
     for i in range(len(text) // TEXTS):
         a, b, c = text[TEXTS * i : TEXTS * (i + 1)]
@@ -230,15 +228,6 @@ def _check(likes: Sequence[Like | None], W: Coded) -> None:
 
 def block_of(form: Codes8) -> tuple[int, int]:
     return form.block if form.scale == "block" else (1, 1)
-
-
-def of_weight(maker: Maker) -> Maker:
-    """The maker of a plan of one weight, given how an op names that: by text and numbers."""
-
-    def made(likes: Sequence[Like | None], device: Device, text: Sequence[str], numbers: Sequence[int], *options: Any) -> Plan:
-        return maker(likes, device, *weights_of(text, numbers), *options)
-
-    return made
 
 
 # what kernels are told

@@ -23,10 +23,8 @@ from fdora.triton.kernels.compose import (
     planes_fwd_kernel,
     slots_kernel,
 )
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv, grid_of
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, Scalar, asked, cdiv, grid_of, named
 from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.sums import column_sums
@@ -42,14 +40,19 @@ def compose_bwd(
     dy: Tensor, base: Tensor, lora: Tensor, g: Tensor, s: float, delta: bool, needs: tuple[bool, bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """dbase, dlora, dg, dbias (the last in float32); each only when needed."""
-    grads = iter(_compose_backward(dy, base, lora, g, s, delta, list(needs)))
+    grads = iter(plan_compose_backward.call(dy, base, lora, g, s, delta, list(needs)))
     return tuple(next(grads) if need else None for need in needs)
 
 
-@maker("dora_compose", "planes planes vector vector s")
+@planned(
+    "compose(Tensor base, Tensor lora, Tensor g, Tensor? bias, float s, bool delta) -> Tensor",
+    "dora_compose",
+    "planes planes vector vector s",
+    lambda base, *_: {"y": (base.shape, base.dtype)},
+)
 def plan_compose(plan: Builder, base: Array, lora: Array, g: Array, bias: Array | None, s: Scalar, delta: bool) -> None:
-    shape = plan.inputs[0].shape
-    y = plan.result("y", shape, base.dtype)
+    """(M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base; or (L, N, P)"""
+    (y,), shape = plan.wanted(), plan.inputs[0].shape
     given = {"base": base, "lora": lora, "g": g, "bias": bias, "y": y, "s": s, "DELTA": delta}
     plan.name, plan.path = "dora_delta" if delta else plan.name, "one pass over base and lora"
     if len(shape) == 3:
@@ -61,12 +64,27 @@ def plan_compose(plan: Builder, base: Array, lora: Array, g: Array, bias: Array 
         plan.launch(compose_fwd_kernel, "M N", given | named("M N", shape), TILE)
 
 
-@maker("dora_compose backward", "planes planes planes vector s")
+compose_fwd = plan_compose.call
+
+
+def _gradients(dy: Any, base: Any, lora: Any, g: Any, delta: bool, needs: Sequence[bool]) -> dict[str, Any]:
+    """The form of each gradient that is asked for."""
+    of_g = g.shape, torch.float32
+    forms = {"dbase": (base.shape, base.dtype), "dlora": (base.shape, lora.dtype), "dg": of_g, "dbias": of_g}
+    return asked(forms, needs)
+
+
+@planned(
+    "compose_backward(Tensor dy, Tensor base, Tensor lora, Tensor g, float s, bool delta, bool[] needs) -> Tensor[]",
+    "dora_compose backward",
+    "planes planes planes vector s",
+    _gradients,
+)
 def plan_compose_backward(
     plan: Builder, dy: Array, base: Array, lora: Array, g: Array, s: Scalar, delta: bool, needs: tuple[bool, ...]
 ) -> None:
     shape = plan.inputs[1].shape
-    out = plan.wanted(("dbase", "dlora", "dg", "dbias"), _gradients(dy, plan.inputs[1], lora, g, 0.0, delta, needs))
+    out = plan.wanted()
     plan.name = "dora_delta backward" if delta else plan.name
     plan.path = "one pass over what the wanted gradients need"
     if len(shape) == 3:
@@ -91,7 +109,7 @@ def plan_compose_backward(
             column_sums(plan, partial, total)
 
 
-@maker("scale_slots", "matrix flat vector vector vector vector vector vector stack stack vector")
+@planned("", "scale_slots", "matrix flat vector vector vector vector vector vector stack stack vector", lambda *_: {})
 def plan_slots(plan: Builder, z: Array, *given: Array | None) -> None:
     plan.path = "h B^T and g by slots in one pass, in place"
     tensors: dict[str, Any] = named("g holds bias order counts starts ids h b ends", given)
@@ -127,26 +145,3 @@ def _planes(shape: tuple[int, ...]) -> tuple[dict[str, int], int, int]:
     points = min(POINTS, max(16, 1 << (P - 1).bit_length())) if P else 16
     rows = 4 * POINTS // points
     return {"rows": L * N, "N": N, "P": P, "BLOCK_M": rows, "BLOCK_P": points}, rows, points
-
-
-def _gradients(
-    dy: Any, base: Any, lora: Any, g: Any, s: float, delta: bool, needs: Sequence[bool]
-) -> list[tuple[Any, torch.dtype] | None]:
-    """The form of each gradient that is asked for."""
-    like = ((base.shape, base.dtype), (base.shape, lora.dtype), (g.shape, torch.float32), (g.shape, torch.float32))
-    return asked(like, needs)
-
-
-# (M, N), (M, N), (N,), (N,) or None -> (M, N) in the dtype of base; or (L, N, P)
-compose, compose_fwd = planned(
-    "compose",
-    "(Tensor base, Tensor lora, Tensor g, Tensor? bias, float s, bool delta) -> Tensor",
-    plan_compose,
-    lambda base, *_: (base.shape, base.dtype),
-)
-compose_backward, _compose_backward = planned(
-    "compose_backward",
-    "(Tensor dy, Tensor base, Tensor lora, Tensor g, float s, bool delta, bool[] needs) -> Tensor[]",
-    plan_compose_backward,
-    _gradients,
-)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from fdora.triton.kernels.copy import by_g_kernel, copy_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import MOST_ROWS, cdiv
+from fdora.triton.runtime import Array, Builder, cdiv, named
+from fdora.triton.runtime.device import MOST_ROWS
 from fdora.triton.runtime.layout import is_operand
-from fdora.triton.runtime.plan import Array
 
 BLOCK_M, BLOCK_N = 16, 256
 MAX_AT_ONCE = 4  # as the kernel has arguments for

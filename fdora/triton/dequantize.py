@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from fdora.quant import Lut4, QuantSpec
-from fdora.triton.codes import Coded, Ints, Packed, decoding, facts_of, group_of, in_pairs, of_weight, packed, tensors_of
+from fdora.triton.codes import Ints, Packed, decoding, facts_of, group_of, in_pairs, packed, tensors_of, weights_of
 from fdora.triton.copy import in_dtype
 from fdora.triton.kernels.dequantize import dequantize_kernel, lost_kernel
 from fdora.triton.norm import norm
-from fdora.triton.op import Likes, maker, planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.op import Likes, planned
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv, named
 from fdora.triton.scale import tiny_of
 from fdora.triton.tiles.quant import DequantizeConfig, dequantize_config
 
@@ -56,13 +54,19 @@ def dense_of(spec: QuantSpec, tensors: Sequence[Tensor | None], dtype: torch.dty
     """``QuantWeight.dequantize(dtype)``; None where no kernel reads the format."""
     if (facts := facts_of(spec)) is None:
         return None
-    out: Tensor = _dequantize(tensors_of(tensors), *facts, dtype)
+    out: Tensor = plan_dequantize.call(tensors_of(tensors), *facts, dtype)
     return out
 
 
-@maker("a dense W of codes", "rest", "one pass over the codes")
-def plan_dequantize(plan: Builder, likes: Likes, coded: Coded, dtype: torch.dtype) -> None:
-    decode(plan, packed(plan, likes, coded), plan.result("W", coded.shape, dtype))
+@planned(
+    "dequantize(Tensor[] tensors, str[] text, SymInt[] numbers, ScalarType dtype) -> Tensor",
+    "a dense W of codes",
+    "rest",
+    lambda tensors, text, numbers, dtype: {"W": ((numbers[0], numbers[1]), dtype)},
+    "one pass over the codes",
+)
+def plan_dequantize(plan: Builder, likes: Likes, text: Sequence[str], numbers: Sequence[int], dtype: torch.dtype) -> None:
+    decode(plan, packed(plan, likes, *weights_of(text, numbers)), *plan.wanted())
 
 
 def dequantized(plan: Builder, W: Packed, dtype: torch.dtype) -> Array:
@@ -120,11 +124,3 @@ def room(plan: Builder, shape: tuple[int, int], dtype: torch.dtype) -> Array:
     N, K = shape
     unit = 16 // dtype.itemsize
     return plan.temp((N, K), dtype, (cdiv(K, unit) * unit, 1))
-
-
-dequantize, _dequantize = planned(
-    "dequantize",
-    "(Tensor[] tensors, str[] text, SymInt[] numbers, ScalarType dtype) -> Tensor",
-    of_weight(plan_dequantize),
-    lambda tensors, text, numbers, dtype: ((numbers[0], numbers[1]), dtype),
-)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fdora.triton.kernels.dropout import drop_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, named
 
 TILE = {"BLOCK_M": 16, "BLOCK_K": 256}
 

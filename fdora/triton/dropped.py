@@ -22,9 +22,7 @@ import torch
 from fdora.triton.codes import Packed
 from fdora.triton.fp8 import ALL, Other, quantised, turned
 from fdora.triton.gemm import NO_EPILOGUE, UNMASKED, Epilogue, Masked, Operand, Scales, gemm
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import is_tma_compatible
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, is_tma_compatible
 from fdora.triton.small import Out
 from fdora.triton.tiles.configs import GemmConfig
 from fdora.triton.tiles.fp8 import fp8_config

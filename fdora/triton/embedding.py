@@ -27,10 +27,8 @@ from fdora.triton.kernels.embedding import (
     embedding_tile_kernel,
     embedding_walk_kernel,
 )
-from fdora.triton.op import Likes, maker, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.op import Likes, planned
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # up to this rank a program keeps its columns of A
@@ -93,7 +91,7 @@ def is_many(T: int, per_row: bool) -> bool:
 def embedding_fwd(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup) -> Tensor:
     """ids (...) -> y (..., d) in the dtype of W. c of None: of each row that is read. No max_norm."""
     assert how.max_norm is None
-    y: Tensor = _embedding(ids, W, A, B, m, c, how.s, how.per_row)
+    y: Tensor = plan_embedding.call(ids, W, A, B, m, c, how.s, how.per_row)
     return y
 
 
@@ -119,11 +117,17 @@ def call_of(plan: Builder, ids: Array, likes: Likes) -> Call:
     return Call._make((ids, W, A, B, m, c, plan.scalar("s"), *ids.shape, *W.shape, A.shape[0]))
 
 
-@maker("dora_embedding", "flat rest")
+@planned(
+    "embedding(Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor? c, float s, bool per_row) -> Tensor",
+    "dora_embedding",
+    "flat rest",
+    lambda ids, table, _: {"y": ((*ids.shape, table[0].shape[1]), table[0].dtype)},
+    asks=(1,),
+)
 def plan_embedding(plan: Builder, ids: Array, likes: Likes, per_row: bool) -> None:
     call = call_of(plan, ids, likes)
     T, D, R, half = call.T, call.D, call.R, call.W.itemsize == 2
-    y = plan.result("y", (*plan.inputs[0].shape, D), call.W.dtype)
+    (y,) = plan.wanted()
     if half and R <= WALKS and not per_row:
         in_one(plan, call, y)
     elif is_many(T, per_row):
@@ -163,12 +167,3 @@ def ready(plan: Builder, call: Call, with_g: bool) -> dict[str, Array]:
     given = {"WITH_G": with_g, "PDL": plan.pdl and not with_g, "BLOCK_T": READY_T, "BLOCK_R": block_r}
     plan.launch(embedding_ready_kernel, (cdiv(max(T, D), READY_T), cdiv(R, block_r)), found | given, call)
     return found
-
-
-embedding, _embedding = planned(
-    "embedding",
-    "(Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor? c, float s, bool per_row) -> Tensor",
-    plan_embedding,
-    lambda ids, W, *_: ((*ids.shape, W.shape[1]), W.dtype),
-    asks=(1,),
-)

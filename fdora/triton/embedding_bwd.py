@@ -27,10 +27,8 @@ from fdora.triton.kernels.embedding_bwd import (
     segment_scan_kernel,
     segment_total_kernel,
 )
-from fdora.triton.op import Likes, maker, planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.op import Likes, planned
+from fdora.triton.runtime import Array, Builder, asked, cdiv, named
 from fdora.triton.tiles.configs import power_of_two
 
 WHOLE = 64  # the largest rank: sums of (columns, r) stay in registers
@@ -49,12 +47,11 @@ def embedding_bwd(
     flat = ids.reshape(-1)
     key, order = torch.sort(flat, stable=True) if needs.A else (None, None)
     padding = padding_of(how.padding_idx, W.shape[0])
-    asked = [needs.A, needs.B, needs.m, needs.c]
-    found = iter(
-        _backward(dy.reshape(flat.shape[0], W.shape[1]), flat, W, A, B, m, c, key, order, how.s, padding, how.sparse, asked)
-    )
-    dA, dB, dm, dc = (next(found) if need else None for need in asked)
-    if how.sparse and dA is not None:
+    wanted = [needs.A, needs.B, needs.m, needs.c]
+    rows, sparse = dy.reshape(flat.shape[0], W.shape[1]), how.sparse
+    found = iter(plan_backward.call(rows, flat, W, A, B, m, c, key, order, how.s, padding, sparse, wanted))
+    dA, dB, dm, dc = (next(found) if need else None for need in wanted)
+    if sparse and dA is not None:
         assert key is not None
         dA = _sparse(dA, key, A, padding)
     return dA, dB, dm, dc
@@ -80,14 +77,28 @@ def _sparse(sums: Tensor, key: Tensor, A: Tensor, padding: int) -> Tensor:
     return torch.sparse_coo_tensor(at, values, (r, V), is_coalesced=True, check_invariants=False)
 
 
-@maker("dora_embedding backward", "tokens vector rest")
+def _forms(dy: Any, ids: Any, table: Likes, padding: Any, sparse: bool, needs: Sequence[bool]) -> dict[str, Any]:
+    """Of each gradient that is asked for."""
+    _, A, B, m, *_ = table
+    of_A = ((ids.shape[0], A.shape[0]), torch.float32) if sparse else (A.shape, A.dtype)
+    return asked({"dA": of_A, "dB": (B.shape, B.dtype), "dm": (m.shape, m.dtype), "dc": (m.shape, torch.float32)}, needs)
+
+
+@planned(
+    "embedding_backward(Tensor dy, Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, Tensor? key, Tensor? order, "
+    "float s, SymInt padding, bool sparse, bool[] needs) -> Tensor[]",
+    "dora_embedding backward",
+    "tokens vector rest",
+    _forms,
+    asks=(2, 0),
+)
 def plan_backward(
     plan: Builder, dy: Array, ids: Array, likes: Likes, padding: int, sparse: bool, needs: tuple[bool, ...]
 ) -> None:
     call = call_of(plan, ids, likes)
     key, order = map(plan.vector, likes[5:])
     (T, V, D, R), (need_a, need_b, need_m, need_c) = call[-4:], needs
-    dA, dB, dm, dc = plan.wanted(("dA", "dB", "dm", "dc"), _forms(T, call.A, call.B, call.m, sparse, needs))
+    dA, dB, dm, dc = plan.wanted()
     for_m, for_y = need_m or need_c, need_b or need_m or need_c
     if not (need_a or for_y):
         return
@@ -119,20 +130,3 @@ def _by_number(plan: Builder, partial_A: Any, key: Array, order: Array, dA: Arra
     plan.zero(dA)
     stride = (R, 1) if into["COMPACT"] else (1, into["V"])
     plan.launch(segment_total_kernel, "T", of | into | {"out": dA, **named("stride_ov stride_or", stride)}, tile)
-
-
-def _forms(T: Any, A: Any, B: Any, m: Any, sparse: bool, needs: Sequence[bool]) -> list[Any]:
-    """Of each gradient that is asked for."""
-    f32 = torch.float32
-    forms = (((T, A.shape[0]), f32) if sparse else (A.shape, A.dtype), (B.shape, B.dtype), (m.shape, m.dtype), (m.shape, f32))
-    return asked(forms, needs)
-
-
-embedding_backward, _backward = planned(
-    "embedding_backward",
-    "(Tensor dy, Tensor ids, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, Tensor? key, Tensor? order, float s, "
-    "SymInt padding, bool sparse, bool[] needs) -> Tensor[]",
-    plan_backward,
-    lambda dy, ids, W, A, B, m, c, key, order, s, padding, sparse, needs: _forms(ids.shape[0], A, B, m, sparse, needs),
-    asks=(2, 0),
-)

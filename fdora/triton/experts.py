@@ -9,81 +9,81 @@ import torch
 
 from fdora.triton.kernels.experts import combine_kernel, gated_bwd_kernel, gated_fwd_kernel, gates_kernel
 from fdora.triton.kernels.multi_rows import rows_kernel
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.plan import Array
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, named
 
 COPIES = {"BLOCK_M": 8, "BLOCK_T": 8, "BLOCK_N": 512}
 GATED = {"BLOCK_M": 8, "BLOCK_F": 256, "BLOCK_N": 256}  # of the activation
 
 
-@maker("rows to their experts", "tokens vector flat", "one pass")
+@planned(
+    "experts_spread(Tensor x, Tensor order, Tensor? gates, SymInt k) -> Tensor",
+    "rows to their experts",
+    "tokens vector flat",
+    lambda x, order, *_: {"rows": ((order.shape[0], x.shape[1]), x.dtype)},
+    "one pass",
+)
 def plan_spread(plan: Builder, x: Array, order: Array, gates: Array | None, k: int) -> None:
-    out = plan.result("rows", (order.numel, x.shape[1]), x.dtype)
+    """x (T, N), order (T k,), gates (T, k) -> (T k, N)"""
+    (out,) = plan.wanted()
     given = {"x": x, "order": order, "gates": gates, "out": out, "k": k, "SCATTER": False}
     plan.launch(rows_kernel, "M N", given | named("M N", out.shape), COPIES)
 
 
-@maker("rows back from their experts", "tokens flat flat", "one pass")
+@planned(
+    "experts_combine(Tensor rows, Tensor place, Tensor? gates) -> Tensor",
+    "rows back from their experts",
+    "tokens flat flat",
+    lambda rows, place, _: {"y": ((place.shape[0], rows.shape[1]), rows.dtype)},
+    "one pass",
+)
 def plan_combine(plan: Builder, rows: Array, place: Array, gates: Array | None) -> None:
-    T, k = plan.inputs[1].shape
-    out = plan.result("y", (T, rows.shape[1]), rows.dtype)
-    given = {"rows": rows, "place": place, "gates": gates, "out": out, "k": k}
+    """rows (T k, N), place (T, k), gates (T, k) -> (T, N)"""
+    (out,) = plan.wanted()
+    given = {"rows": rows, "place": place, "gates": gates, "out": out, "k": plan.inputs[1].shape[1]}
     plan.launch(combine_kernel, "T N", given | named("T N", out.shape), COPIES)
 
 
-@maker("gradient of the gates", "tokens tokens flat", "one pass")
+@planned(
+    "experts_gates(Tensor dy, Tensor rows, Tensor place, ScalarType dtype) -> Tensor",
+    "gradient of the gates",
+    "tokens tokens flat",
+    lambda dy, rows, place, dtype: {"dgates": (place.shape, dtype)},
+    "one pass",
+)
 def plan_gates(plan: Builder, dy: Array, rows: Array, place: Array, dtype: torch.dtype) -> None:
-    T, k = plan.inputs[2].shape
-    out = plan.result("dgates", (T, k), dtype)
-    given = {"dy": dy, "rows": rows, "place": place, "out": out, "M": place.numel, "N": dy.shape[1], "k": k}
+    """dy (T, N), rows (T k, N), place (T, k) -> (T, k)"""
+    (out,) = plan.wanted()
+    given = {"dy": dy, "rows": rows, "place": place, "out": out, "M": place.numel, "N": dy.shape[1], "k": out.shape[1]}
     plan.launch(gates_kernel, "M", given, COPIES)
 
 
-@maker("activation of experts", "flat", "one pass")
+@planned(
+    "experts_act(Tensor z, str act) -> Tensor",
+    "activation of experts",
+    "flat",
+    lambda z, _: {"a": ((z.shape[0], z.shape[1] // 2), z.dtype)},
+    "one pass",
+)
 def plan_gated(plan: Builder, z: Array, act: str) -> None:
-    M, width = plan.inputs[0].shape
-    a = plan.result("a", (M, width // 2), z.dtype)
+    """(M, 2 F) -> (M, F)"""
+    (a,) = plan.wanted()
     plan.launch(gated_fwd_kernel, "M F", {"z": z, "a": a, "ACT": act, **named("M F", a.shape)}, GATED)
 
 
-@maker("activation of experts backward", "flat flat", "one pass")
-def plan_gated_bwd(plan: Builder, da: Array, z: Array, act: str) -> None:
-    M, width = plan.inputs[1].shape
-    dz = plan.result("dz", (M, width), z.dtype)
-    plan.launch(gated_bwd_kernel, "M F", {"da": da, "z": z, "dz": dz, "M": M, "F": width // 2, "ACT": act}, GATED)
-
-
-# x (T, N), order (T k,), gates (T, k) -> (T k, N)
-experts_spread, spread = planned(
-    "experts_spread",
-    "(Tensor x, Tensor order, Tensor? gates, SymInt k) -> Tensor",
-    plan_spread,
-    lambda x, order, *_: ((order.shape[0], x.shape[1]), x.dtype),
-)
-# rows (T k, N), place (T, k), gates (T, k) -> (T, N)
-experts_combine, combine = planned(
-    "experts_combine",
-    "(Tensor rows, Tensor place, Tensor? gates) -> Tensor",
-    plan_combine,
-    lambda rows, place, _: ((place.shape[0], rows.shape[1]), rows.dtype),
-)
-# dy (T, N), rows (T k, N), place (T, k) -> (T, k)
-experts_gates, gates_bwd = planned(
-    "experts_gates",
-    "(Tensor dy, Tensor rows, Tensor place, ScalarType dtype) -> Tensor",
-    plan_gates,
-    lambda dy, rows, place, dtype: (place.shape, dtype),
-)
-# (M, 2 F) -> (M, F)
-experts_act, gated_fwd = planned(
-    "experts_act", "(Tensor z, str act) -> Tensor", plan_gated, lambda z, _: ((z.shape[0], z.shape[1] // 2), z.dtype)
-)
-# (M, F), (M, 2 F) -> (M, 2 F)
-experts_act_backward, gated_bwd = planned(
-    "experts_act_backward",
-    "(Tensor da, Tensor z, str act) -> Tensor",
-    plan_gated_bwd,
-    lambda da, z, _: (z.shape, z.dtype),
+@planned(
+    "experts_act_backward(Tensor da, Tensor z, str act) -> Tensor",
+    "activation of experts backward",
+    "flat flat",
+    lambda da, z, _: {"dz": (z.shape, z.dtype)},
+    "one pass",
     asks=(1, 0),
 )
+def plan_gated_bwd(plan: Builder, da: Array, z: Array, act: str) -> None:
+    """(M, F), (M, 2 F) -> (M, 2 F)"""
+    (dz,) = plan.wanted()
+    plan.launch(gated_bwd_kernel, "M F", {"da": da, "z": z, "dz": dz, "ACT": act, **named("M F", plan.inputs[0].shape)}, GATED)
+
+
+spread, combine, gates_bwd = plan_spread.call, plan_combine.call, plan_gates.call
+gated_fwd, gated_bwd = plan_gated.call, plan_gated_bwd.call

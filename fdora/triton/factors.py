@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fdora.triton.kernels.scale import factors_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, Device, cdiv, named
 from fdora.triton.scale import Given
 from fdora.triton.tiles.configs import power_of_two
 

@@ -37,9 +37,8 @@ from fdora.triton.kernels.fp8 import (
     nv_rows_kernel,
     turn_kernel,
 )
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import INTERPRETED, cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv, is_tma_compatible, named
+from fdora.triton.runtime.device import INTERPRETED
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import fp8_config, grouped_fp8

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 from fdora.triton.copy import stacked
 from fdora.triton.dropout import has_origin, threshold
 from fdora.triton.kernels.gemm import gemm_pointer_kernel, gemm_tma_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import beside_others, cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Tile
+from fdora.triton.runtime import Array, Builder, Tile, cdiv, is_tma_compatible
+from fdora.triton.runtime.device import beside_others
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.fp8 import RANKS
 from fdora.triton.tiles.product import Ask, fused_config

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.kernels.hash import hash_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv, named
 
 WORDS = 256  # as in fdora/eager/_fingerprint.py: the first names the kind and s, each other belongs to a program
 BLOCK = 2048

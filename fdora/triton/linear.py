@@ -30,24 +30,12 @@ from fdora._torch import PLAIN, needs_dispatcher
 from fdora.quant import QuantSpec, QuantWeight
 from fdora.triton.codes import is_coded
 from fdora.triton.copy import dense
-from fdora.triton.linear_bwd import backward, forms_of_grads, result_grads
+from fdora.triton.linear_bwd import backward, by_layer, forms_of_grads
 from fdora.triton.linear_fwd import columns_of_h, forward
 from fdora.triton.norm_kept import asking
-from fdora.triton.op import Likes, maker, planned
-from fdora.triton.operands import (
-    facts,
-    facts_of,
-    fake_layers,
-    fake_results,
-    flat,
-    forms_in,
-    forms_norm,
-    norms_of,
-    read_layers,
-    specified,
-)
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array, Plan
+from fdora.triton.op import Likes, planned
+from fdora.triton.operands import described, facts, facts_of, flat, forms_norm, norm_forms, read_layers
+from fdora.triton.runtime import Array, Builder, numbered
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given
 from fdora.triton.small import Out, is_small
@@ -98,13 +86,9 @@ def layers_bound(
     scalars, saves = zip(*options, strict=True)
     rounds = (False, True) if fp8 else ()
     plan = plan_for(plan_forward, tensors, *drop, saves, same(scalars), *facts_of(specs), *rounds)
-    n = len(options)
-    pre = (False,) * n
-    if len(plan.results) > n + 1:
-        x: Any = tensors[0]
-        layers, tokens = specified(tensors, n, specs), rows_of(x)
-        pre = tuple([saves_pre_scale(x.dtype, tokens, la, drop.mode, save) for la, save in zip(layers, saves, strict=True)])
-    places = tuple([n + sum(pre[: i + 1]) if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)])
+    n, names = len(options), [each.name for each in plan.results]
+    pre = tuple([f"pre_scale{i}" in names for i in range(n)])
+    places = [names.index(f"pre_scale{i}") if pre[i] else None if save == "nothing" else i for i, save in enumerate(saves)]
 
     def bound(tensors: tuple[Tensor | None, ...]) -> Any:
         results = run(plan, tensors, scalars)
@@ -135,14 +119,14 @@ def unpacked(
     return ys, Saved(h, tuple(kept), pre, cs)
 
 
-def _divided(x, operands, s, saves, p, mode, text, numbers, residual=None, fp8=False) -> tuple[Plan, tuple, tuple]:
+def _divided(x, operands, s, saves, p, mode, text, numbers, residual=None, fp8=False) -> tuple[tuple, tuple, tuple]:
     tensors, s = (x, *operands), tuple(s)
     options: tuple[Any, ...] = (p, mode, tuple(saves), same(s), tuple(text), tuple(numbers))
     if residual is not None:
         tensors, options = (*tensors, residual), (*options, True)
     elif fp8:
         options = (*options, False, True)
-    return plan_for(plan_forward, tensors, *options), tensors, s
+    return tensors, options, s
 
 
 def same(s: Sequence[float]) -> bool:
@@ -160,16 +144,22 @@ def saves_pre_scale(dtype: torch.dtype, tokens: int, la: Any, mode: str, save: s
     return la.A is not None and (save == "pre_scale" or (save == "output" and not exact))
 
 
-def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> list[Any]:
-    """Shape and dtype of what a forward returns beside norms: each y, h of all layers, what is saved before g of each."""
-    M, t, widths = rows_of(x), x.dtype, [la.W.shape[0] for la in layers]
-    total = sum(la.A.shape[0] for la in layers if la.A is not None)
+def _results(
+    x: Any, likes: Likes, p: float, mode: str, saves: Sequence[str], same_s: bool, text: Any = (), numbers: Any = (), *_: Any
+) -> dict[str, Any]:
+    """What a forward returns: each y, h of all layers, what is saved before g of each, and norms."""
+    M, t, layers = rows_of(x), x.dtype, described(likes, len(saves), text, numbers)
+    widths, total = [la.W.shape[0] for la in layers], sum(la.A.shape[0] for la in layers if la.A is not None)
     pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
-    shapes = [*[(*x.shape[:-1], N) for N in widths], (M, total) if total else None]
-    return forms_in(t, [*shapes, *[(M, N) if has else None for N, has in zip(widths, pre, strict=True)]])
+    return {
+        **numbered("y", [((*x.shape[:-1], N), t) for N in widths]),
+        "h": ((M, total), t) if total else None,
+        **numbered("pre_scale", [((M, N), t) if has else None for N, has in zip(widths, pre, strict=True)]),
+        **norm_forms(layers),
+    }
 
 
-@maker("dora_linear forward", "tokens rest", has_families=True)
+@planned("", "dora_linear forward", "tokens rest", _results, has_families=True)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -189,10 +179,9 @@ def plan_forward(
     layers = read_layers(plan, x.dtype, likes, n, text, numbers)
     residual = dense(plan, plan.tokens(likes[-1])) if has_residual else None
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
-    names = [*[f"y{i}" for i in range(n)], "h", *[f"pre_scale{i}" for i in range(n)]]
-    results = plan.wanted(names, _forms(plan.inputs[0], layers, saves, mode))
-    ys, h, pre = [y.flat() for y in results[:n]], results[n], results[n + 1 :]
-    out = [Out(*each) for each in zip(ys, columns_of_h(h, layers), pre, norms_of(plan, layers), strict=True)]
+    results = plan.wanted()
+    ys, h, pre, norms = [y.flat() for y in results[:n]], results[n], results[n + 1 : -n], results[-n:]
+    out = [Out(*each) for each in zip(ys, columns_of_h(h, layers), pre, norms, strict=True)]
     forward(plan, x, layers, scalars, out, h, Dropout(p, mode), same_s, residual, fp8)
 
 
@@ -215,7 +204,7 @@ def layers_bwd(
     wanted = [NO_NEEDS if dy is None else need for dy, need in zip(dys, needs, strict=True)]
     flags = [need for each in wanted for need in each]
     seen = any([type(dy) not in PLAIN for dy in dys if dy is not None])
-    run_it: Any = linear_backward if seen else _linear_backward
+    run_it = plan_backward.op if seen else plan_backward.call
     scalars, coded = [o.s for o in options], facts(layers)
     of = (x, saved.h, dys, saved.kept, flat(layers), scalars, *drop, saved.pre_scale, need_x, flags, *coded, fp8)
     results = iter(run_it(*of))
@@ -223,7 +212,20 @@ def layers_bwd(
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in wanted]
 
 
-@maker("dora_linear backward", "tokens operand rest", has_families=True)
+def _gradients(
+    x: Any, h: Any, likes: Likes, p: float, mode: str, pre_scale: Sequence[bool], need_x: bool, needs: Sequence[bool], *_: Any
+) -> dict[str, Any]:
+    return forms_of_grads(x, likes[2 * len(pre_scale) :], need_x, needs)
+
+
+@planned(
+    "linear_backward(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, float p, str mode, "
+    "bool[] pre_scale, bool need_x, bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
+    "dora_linear backward",
+    "tokens operand rest",
+    _gradients,
+    has_families=True,
+)
 def plan_backward(
     plan: Builder,
     x: Array,
@@ -244,18 +246,9 @@ def plan_backward(
     dys, kept = ([*map(plan.tokens, some)] for some in (likes[:n], likes[n : 2 * n]))
     layers = read_layers(plan, x.dtype, likes[2 * n :], n, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(n)]
-    dx = plan.result_tokens("dx", 0, x.shape[1], x.dtype) if need_x else None
-    grads, hs, drops = result_grads(plan, layers, needs), columns_of_h(h, layers), [Dropout(p, mode)] * n
-    parts = [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, grads, drops)]
-    backward(plan, [of._replace(fp8=fp8) for of in parts], dx)
-
-
-# the same as ops that torch sees
-
-
-def _fake_linear(x, operands, s, saves, p, mode, text, numbers, residual, fp8, seen, keep):
-    layers = fake_layers(operands, len(saves), text, numbers)
-    return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
+    (dx, *grads), hs, drops = plan.wanted(), columns_of_h(h, layers), [Dropout(p, mode)] * n
+    parts = [*map(Given, dys, [x] * n, layers, scalars, hs, kept, pre_scale, by_layer(Grads, grads), drops)]
+    backward(plan, [of._replace(fp8=fp8) for of in parts], dx and dx.flat())
 
 
 def rows_of(x: Any) -> int:
@@ -264,17 +257,8 @@ def rows_of(x: Any) -> int:
 
 
 linear, _linear = asking(
-    "linear",
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
+    plan_forward,
+    "linear(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str[] text, SymInt[] numbers, "
     "Tensor? residual, bool fp8, Tensor[] seen, bool keep) -> Tensor[]",
     _divided,
-    _fake_linear,
-)
-# dx if it is needed, then what is needed of each layer's dA, dB, dm, dc, dbias
-linear_backward, _linear_backward = planned(
-    "linear_backward",
-    "(Tensor x, Tensor? h, Tensor?[] dys, Tensor?[] kept, Tensor?[] operands, float[] s, float p, str mode, bool[] pre_scale, "
-    "bool need_x, bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
-    plan_backward,
-    lambda x, h, dys, kept, operands, s, p, mode, pre_scale, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
 )

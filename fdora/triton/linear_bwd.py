@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fdora._records import WIDTH, Grads, Needs, Operands
+from fdora._records import WIDTH, Grads, Needs
 from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import cast_together, gradient, in_dtype, operand
@@ -18,8 +18,7 @@ from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.fp8 import BACKWARD, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
 from fdora.triton.product import summed_product
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.scale import Given
 from fdora.triton.scaled_weight import redo, scaled_backward, takes_g
 from fdora.triton.small import LIMIT, Back, is_few, is_small, reads, small_backward, why_many
@@ -27,28 +26,20 @@ from fdora.triton.small import LIMIT, Back, is_few, is_small, reads, small_backw
 NARROW = "one pass over W"
 
 
-def needs_in(flat: Sequence[bool]) -> list[Needs]:
-    """Needs one behind the other, as those of each layer again."""
-    return [Needs(*flat[i : i + len(Needs._fields)]) for i in range(0, len(flat), len(Needs._fields))]
+def by_layer(kind: Any, flat: Sequence[Any]) -> list[Any]:
+    """Needs or Grads one behind the other, as those of each layer again."""
+    count = len(kind._fields)
+    return [kind._make(flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
-def _forms(la: Any, needs: Needs) -> list[Any]:
-    """Shape and dtype of each gradient of a layer that is asked for."""
-    like = ((la.A, None), (la.B, None), (la.m, None), (la.m, torch.float32), (la.bias, torch.float32))
-    return [(t.shape, dtype or t.dtype) if need else None for (t, dtype), need in zip(like, needs, strict=True)]
-
-
-def result_grads(plan: Builder, layers: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """The results of each layer that are asked for, as Grads."""
-    each = enumerate(zip(layers, needs_in(needs), strict=True))
-    return [Grads._make(plan.wanted([f"d{name}{i}" for name in Grads._fields], _forms(la, need))) for i, (la, need) in each]
-
-
-def forms_of_grads(x: Any, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> list[Any]:
-    """Of what a backward returns: dx and the gradients of each layer that are asked for."""
-    forms: list[Any] = [(x.shape, x.dtype) if need_x else None]
-    for i, need in enumerate(needs_in(needs)):
-        forms += _forms(Operands(*operands[WIDTH * i : WIDTH * (i + 1)]), need)
+def forms_of_grads(x: Any, operands: Sequence[Any], need_x: bool, needs: Sequence[bool]) -> dict[str, Any]:
+    """Of what a backward returns: dx and the gradients of each layer."""
+    forms: dict[str, Any] = {"dx": (x.shape, x.dtype) if need_x else None}
+    for i, need in enumerate(by_layer(Needs, needs)):
+        _, A, B, m, _, bias, _ = operands[WIDTH * i : WIDTH * (i + 1)]
+        for name, t, wanted in zip(Grads._fields, (A, B, m, m, bias), need, strict=True):
+            dtype = torch.float32 if name in ("c", "bias") else None
+            forms[f"d{name}{i}"] = (t.shape, dtype or t.dtype) if wanted else None
     return forms
 
 

@@ -17,8 +17,7 @@ from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
 from fdora.triton.norm import norm
 from fdora.triton.product import scaled_product
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, named
 from fdora.triton.small import LIMIT, Out, is_few, reads, small_forward, why_many
 from fdora.triton.small_norm import fits, small_norm_forward
 

@@ -6,34 +6,29 @@ passes over W and the products.
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
 from fdora.triton.kernels.merge import merge_kernel
 from fdora.triton.norm import tiled
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, cdiv, is_tma_compatible
 from fdora.triton.split import by_rows
 from fdora.triton.tiles.configs import merge_config
 
 
-def merge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
-    """(N, K) -> (N, K) in the dtype of W, contiguous."""
-    merged: Tensor = _merge(W, A, B, m, c, s, False)
-    return merged
-
-
-def unmerge_fwd(W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor, s: float) -> Tensor:
-    """(N, K) merged -> (N, K). A row with c = 0 was -s B A itself; one with g = 0 and c > 0 comes back as NaN."""
-    base: Tensor = _merge(W, A, B, m, c, s, True)
-    return base
-
-
-@maker("dora_merge", "matrix matrix matrix vector vector s", "one read and one write of W, no dense B A")
+@planned(
+    "merge(bool undo, Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, float s) -> Tensor",
+    "dora_merge",
+    "matrix matrix matrix vector vector s",
+    lambda W, *_: {"W": (W.shape, W.dtype)},
+    "one read and one write of W, no dense B A",
+    asks=(1,),
+)
 def plan_merge(plan: Builder, W: Array, A: Array, B: Array, m: Array, c: Array, s: Scalar, undo: bool) -> None:
+    """(N, K) -> (N, K) in the dtype of W, contiguous. Undone, a row with c = 0 was -s B A itself; one with g = 0 and c > 0
+    comes back as NaN."""
     plan.name = "dora_unmerge" if undo else plan.name
-    merged, half, on = plan.result("W", W.shape, W.dtype), W.itemsize == 2, plan.device
+    (merged,), half, on = plan.wanted(), W.itemsize == 2, plan.device
     for i, j, of in by_rows(plan, A, B):
         w, out = W.rows(i, j), merged.rows(i, j)
         aligned = half and all(is_tma_compatible(t) for t in (w, of.A, of.B, out))
@@ -47,9 +42,4 @@ def plan_merge(plan: Builder, W: Array, A: Array, B: Array, m: Array, c: Array, 
         plan.launch(merge_kernel, (programs,), given, of, config)
 
 
-merge, _merge = planned(
-    "merge",
-    "(Tensor W, Tensor A, Tensor B, Tensor m, Tensor c, float s, bool undo) -> Tensor",
-    plan_merge,
-    lambda W, *_: (W.shape, W.dtype),
-)
+merge_fwd, unmerge_fwd = partial(plan_merge.call, False), partial(plan_merge.call, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,17 +20,19 @@ from fdora.triton.copy import dense
 from fdora.triton.factors import at_once
 from fdora.triton.gemm import Epilogue
 from fdora.triton.linear import rows_of, saves_pre_scale
-from fdora.triton.linear_bwd import backward, forms_of_grads, needs_in, result_grads
+from fdora.triton.linear_bwd import backward, by_layer, forms_of_grads
 from fdora.triton.linear_fwd import columns_of_h, epilogue_of, forward
 from fdora.triton.norm_kept import asking
-from fdora.triton.op import Likes, maker, planned
-from fdora.triton.operands import facts, facts_of, fake_layers, fake_results, flat, forms_in, norms_of, read_layers, specified
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array, Plan
+from fdora.triton.op import Likes, planned
+from fdora.triton.operands import described, facts, facts_of, flat, norm_forms, read_layers
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.scale import Given, config_for
 from fdora.triton.scaled_weight import takes_g
 from fdora.triton.small import Out, is_small
+
+INNER = ("h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")  # results beside y and c
+NOWHERE = -1
 
 
 def mlp_fwd(
@@ -62,15 +65,17 @@ def mlp_bound(
     """The same as of layers_bound."""
     s, saves = zip(*options, strict=True)
     plan = plan_for(plan_forward, tensors, *drop, saves, s[0] == s[1], act, *facts_of(specs), fp8)
-    has_y, more = saves[2] != "nothing", len(plan.results) > 5
+    at = {each.name: i for i, each in enumerate(plan.results)}
+    places = [at.get(name, NOWHERE) for name in INNER]
+    pre_scale = tuple([place != NOWHERE for place in places[4:]])
+    if not pre_scale[2] and saves[2] != "nothing":
+        places[6] = at["y"]
+    pick = itemgetter(*places)
 
     def bound(tensors: tuple[Any, ...]) -> Any:
-        results = run(plan, tensors, s)
-        if more:
-            y, saved, _ = unpacked(results, tensors[0], specified(tensors, 3, specs), saves, drop.mode)
-            return [y], *saved.apart()
-        y, *parts = results
-        return [y], tuple(parts), (None, None, y if has_y else None), (False,) * 3
+        y, *_ = results = run(plan, tensors, s)
+        inner = pick((*results, None))
+        return [y], inner[:4], inner[4:], pre_scale
 
     return bound
 
@@ -95,28 +100,35 @@ def _keeps_output(pre_scale: bool, mode: str) -> bool:
     return not pre_scale or mode == "peft"
 
 
-def _divided(x, operands, s, saves, p, mode, act, text, numbers, fp8) -> tuple[Plan, tuple, tuple]:
-    tensors, s, options = (x, *operands), tuple(s), (p, mode, tuple(saves))
-    return plan_for(plan_forward, tensors, *options, s[0] == s[1], act, tuple(text), tuple(numbers), fp8), tensors, s
+def _divided(x, operands, s, saves, p, mode, act, text, numbers, fp8) -> tuple[tuple, tuple, tuple]:
+    return (x, *operands), (p, mode, tuple(saves), s[0] == s[1], act, tuple(text), tuple(numbers), fp8), tuple(s)
 
 
-def _forms(x: Any, layers: Sequence[Any], saves: Sequence[str], mode: str) -> list[Any]:
-    """Shape and dtype of what a forward returns beside norms: y, h of the pair and of down, gate and up, what is saved before
-    g of each."""
-    M, t, (gate, _, down) = rows_of(x), x.dtype, layers
-    F, N = gate.W.shape[0], down.W.shape[0]
+def _results(
+    x: Any,
+    likes: Likes,
+    p: float,
+    mode: str,
+    saves: Sequence[str],
+    same_s: bool,
+    act: str,
+    text: Any = (),
+    numbers: Any = (),
+    *_: Any,
+) -> dict[str, Any]:
+    """What a forward returns: y, h of the pair and of down, gate and up, what is saved before g of each, and norms."""
+    M, t, layers = rows_of(x), x.dtype, described(likes, 3, text, numbers)
+    F, N = layers[0].W.shape[0], layers[2].W.shape[0]
     pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
     ranks = [0 if la.A is None else la.A.shape[0] for la in layers]
-    shapes = [(*x.shape[:-1], N), *[(M, r) if r else None for r in (ranks[0] + ranks[1], ranks[2])]]
-    shapes += [(M, F) if _keeps_output(has, mode) else None for has in pre[:2]]
-    shapes += [(M, width) if has else None for width, has in zip((F, F, N), pre, strict=True)]
-    return forms_in(t, shapes)
+    outputs = [_keeps_output(has, mode) and F for has in pre[:2]]
+    before = [has and width for has, width in zip(pre, (F, F, N), strict=True)]
+    widths = (ranks[0] + ranks[1], ranks[2], *outputs, *before)
+    inner = {name: ((M, width), t) if width else None for name, width in zip(INNER, widths, strict=True)}
+    return {"y": ((*x.shape[:-1], N), t), **inner, **norm_forms(layers)}
 
 
-NAMES = ("y", "h", "h_down", "gate", "up", "pre_scale of gate", "pre_scale of up", "pre_scale of down")
-
-
-@maker("dora_mlp forward", "tokens rest", has_families=True)
+@planned("", "dora_mlp forward", "tokens rest", _results, has_families=True)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -133,8 +145,8 @@ def plan_forward(
     t, dropout = x.dtype, Dropout(p, mode)
     layers = read_layers(plan, t, likes, 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
-    y, h, h_down, gate, up, *before = plan.wanted(NAMES, _forms(plan.inputs[0], layers, saves, mode))
-    wide, norms = (x.shape[0], layers[0].W.shape[0]), norms_of(plan, layers)
+    y, h, h_down, gate, up, *before = plan.wanted()
+    wide, norms = (x.shape[0], layers[0].W.shape[0]), before[3:]
     pair = [out or plan.temp(wide, t) for out in (gate, up)]
     a = plan.temp(wide, t)
     out = [Out(*o) for o in zip(pair, columns_of_h(h, layers[:2]), before, norms, strict=False)]
@@ -159,12 +171,20 @@ def mlp_bwd(
     """dx, and the gradients of gate, up and down; those of bias in float32. ``fp8`` as of layers_bwd."""
     flags = [need for each in needs for need in each]
     s = [o.s for o in options]
-    results = iter(_mlp_backward(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers), fp8))
+    results = iter(plan_backward.call(dy, x, [*saved], flat(layers), s, *drop, act, need_x, flags, *facts(layers), fp8))
     dx = next(results) if need_x else None
     return dx, [Grads._make([next(results) if need else None for need in each]) for each in needs]
 
 
-@maker("dora_mlp backward", "tokens tokens rest", has_families=True)
+@planned(
+    "mlp_backward(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, "
+    "bool need_x, bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
+    "dora_mlp backward",
+    "tokens tokens rest",
+    lambda dy, x, likes, p, mode, act, need_x, needs, *_: forms_of_grads(x, likes[8:], need_x, needs),
+    has_families=True,
+    asks=(1, 0),
+)
 def plan_backward(
     plan: Builder,
     dy: Array,
@@ -184,12 +204,12 @@ def plan_backward(
     saved: Any = SavedMlp._make((plan.operand if i < 2 else plan.tokens)(like) for i, like in enumerate(likes[:8]))
     layers = read_layers(plan, t, likes[8:], 3, text, numbers)
     scalars = [plan.scalar(f"s{i}") for i in range(3)]
-    dx = plan.result_tokens("dx", 1, x.shape[1], t) if need_x else None
-    grads, (_, kept, has_pre) = result_grads(plan, layers, needs), saved.apart()
+    dx, *flat = plan.wanted()
+    grads, (_, kept, has_pre) = by_layer(Grads, flat), saved.apart()
     gate, up = (_output(plan, la, y, v) for la, y, v in zip(layers[:2], (saved.gate, saved.up), kept[:2], strict=True))
     a = plan.temp(gate.shape, t)
     act_forward(plan, gate, up, a, act)
-    da = plan.temp(gate.shape, t) if need_x or any(map(any, needs_in(needs)[:2])) else None
+    da = plan.temp(gate.shape, t) if need_x or any(map(any, by_layer(Needs, needs)[:2])) else None
     of_down = columns_of_h(saved.h_down, layers[2:])
     below = Given(dy, a, layers[2], scalars[2], of_down[0], kept[2], has_pre[2], grads[2], dropout, fp8=fp8)
     backward(plan, [below], da)
@@ -206,7 +226,7 @@ def plan_backward(
     else:
         act_backward(plan, da, gate, up, dgate, dup, act)
     parts = [of._replace(dy=d, fp8=fp8, scaled=together) for of, d in zip(pair, (dgate, dup), strict=True)]
-    backward(plan, parts, dx)
+    backward(plan, parts, dx and dx.flat())
 
 
 def forms_dz_of_both(plan: Builder, pair: Sequence[Given]) -> bool:
@@ -242,23 +262,9 @@ def _output(plan: Builder, la: Any, y: Any, pre_scale: Any) -> Array:
     return out
 
 
-def _fake_mlp(x, operands, s, saves, p, mode, act, text, numbers, fp8, seen, keep):
-    layers = fake_layers(operands, 3, text, numbers)
-    return fake_results(x, _forms(x, layers, saves, mode), layers, keep)
-
-
 mlp, _mlp = asking(
-    "mlp",
-    "(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
+    plan_forward,
+    "mlp(Tensor x, Tensor?[] operands, float[] s, str[] saves, float p, str mode, str act, str[] text, SymInt[] numbers, "
     "bool fp8, Tensor[] seen, bool keep) -> Tensor[]",
     _divided,
-    _fake_mlp,
-)
-mlp_backward, _mlp_backward = planned(
-    "mlp_backward",
-    "(Tensor dy, Tensor x, Tensor?[] saved, Tensor?[] operands, float[] s, float p, str mode, str act, bool need_x, "
-    "bool[] needs, str[] text, SymInt[] numbers, bool fp8) -> Tensor[]",
-    plan_backward,
-    lambda dy, x, saved, operands, s, p, mode, act, need_x, needs, *_: forms_of_grads(x, operands, need_x, needs),
-    asks=(1, 0),
 )

@@ -53,7 +53,7 @@ from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
 from fdora.triton.multi_table import multi_table, takes_table
-from fdora.triton.op import Likes, maker, planned
+from fdora.triton.op import Likes, planned
 from fdora.triton.runtime.builder import Builder, asked
 from fdora.triton.runtime.plan import Array
 from fdora.triton.small import LIMIT, is_small
@@ -68,7 +68,7 @@ BankGrads = tuple[Tensor | None, ...]
 def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x (M, K) -> y (M, N), h = s_a x A_a^T (M, r) in sorted order, and what dm reads beside h: nothing where y will do."""
     tensors, *coded = listed(bank)
-    y, h, *before = _multi(x, tensors, list(bank.ranks or ()), bank.p, bank.mode, save_for_dm, *coded)
+    y, h, *before = plan_forward.call(x, tensors, list(bank.ranks or ()), bank.p, bank.mode, save_for_dm, *coded)
     return y, h, (before[0], x.new_empty(0)) if before else ()
 
 
@@ -87,7 +87,7 @@ def multi_bwd(
     before = kept[0] if kept else None
     (tensors, *coded), pre_scale = listed(bank), len(kept) == 2
     (ranks, how) = list(bank.ranks or ()), (bank.p, bank.mode)
-    results = iter(_multi_backward(dy, x, h, before, other, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
+    results = iter(plan_backward.call(dy, x, h, before, other, pre_scale, scaled, tensors, ranks, *how, list(needs), *coded))
     return tuple(next(results) if need else None for need in needs)
 
 
@@ -103,7 +103,7 @@ def multi_gated_bwd(
 ) -> Iterator[Tensor]:
     """dz of both layers; then dm and dc of each, where it is needed. Neither has a bias, and dropout is not PEFT's."""
     tensors, wanted = [[*bank[:TENSORS]] for bank in banks], [need for each in needs for need in (each.m, each.c)]
-    return iter(_multi_gated(da, gate, up, x, list(h), *tensors, act, wanted))
+    return iter(plan_gated.call(da, gate, up, x, list(h), *tensors, act, wanted))
 
 
 def listed(bank: Bank) -> tuple[list[Tensor | None], list[str], list[int], bool]:
@@ -135,11 +135,18 @@ def _read_bank(
 ) -> Any:
     read = [getattr(plan, how)(like) for how, like in zip(READS.split(), likes[:TENSORS], strict=True)]
     for W in weights_of(text, numbers):
-        read[0] = packed(plan, likes[TENSORS:], W)  # type: ignore[arg-type]
+        read[0] = packed(plan, likes[TENSORS:], W)
     return Bank._make((*read, None, p, experts, mode))
 
 
-@maker("dora_linear_multi forward", "tokens rest", has_families=True)
+@planned(
+    "multi(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, str mode, bool save_for_dm, str[] text, SymInt[] numbers, "
+    "bool experts) -> Tensor[]",
+    "dora_linear_multi forward",
+    "tokens rest",
+    lambda x, likes, ranks, p, mode, save_for_dm, *_: _outputs(x, _described(likes, mode=mode), save_for_dm),
+    has_families=True,
+)
 def plan_forward(
     plan: Builder,
     x: Array,
@@ -153,7 +160,7 @@ def plan_forward(
     """likes: those of the bank. A W of codes, of which ``coded`` tells, is multiplied by codes of x (fp8.py)."""
     bank = _read_bank(plan, likes, p, mode, *coded)
     (M, _), (G, R, _), t = x.shape, bank.A.shape, x.dtype
-    y, h, pre_scale = plan.wanted(("y", "h", "pre_scale"), _outputs(x, bank, save_for_dm))
+    y, h, pre_scale = plan.wanted()
     if M == 0:
         plan.path = "no tokens"
         return
@@ -218,7 +225,18 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
     y_of_codes(plan, out, x_of(plan, x, W), W, config)
 
 
-@maker("dora_linear_multi backward", "tokens tokens tokens tokens rest", BACKWARD, has_families=True)
+@planned(
+    "multi_backward(Tensor dy, Tensor x, Tensor h, Tensor? kept, Tensor? other, bool pre_scale, bool scaled, Tensor?[] bank, "
+    "SymInt[] ranks, float p, str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
+    "dora_linear_multi backward",
+    "tokens tokens tokens tokens rest",
+    lambda dy, x, h, kept, likes, pre_scale, scaled, ranks, p, mode, needs, text=(), numbers=(), experts=False: _gradients(
+        x, _described(likes[1:], experts), needs
+    ),
+    BACKWARD,
+    has_families=True,
+    asks=(1, 0),
+)
 def plan_backward(
     plan: Builder,
     dy: Array,
@@ -236,7 +254,7 @@ def plan_backward(
 ) -> None:
     """likes: that of the dx that is added, and those of the bank."""
     other, bank = plan.tokens(likes[0]), _read_bank(plan, likes[1:], p, mode, *coded)
-    dx, *grads = plan.wanted([f"d{name}" for name in BankNeeds._fields], _gradients(x, bank, needs))
+    dx, *grads = plan.wanted()
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)
     if not is_experts(bank) and not isinstance(bank.W, Packed):
@@ -250,15 +268,22 @@ def plan_backward(
         unsort(plan, sorted_dx, order, dx)
 
 
-@maker("gated multi backward", "tokens tokens tokens tokens rest", "one pass for dz and the sums of both", has_families=True)
+@planned(
+    "multi_gated(Tensor da, Tensor gate, Tensor up, Tensor x, Tensor[] h, Tensor?[] first, Tensor?[] second, str act, "
+    "bool[] needs) -> Tensor[]",
+    "gated multi backward",
+    "tokens tokens tokens tokens rest",
+    lambda da, gate, up, x, likes, act, needs: _gated_forms(gate, likes[2:], needs),
+    "one pass for dz and the sums of both",
+    has_families=True,
+)
 def plan_gated(
     plan: Builder, da: Array, gate: Array, up: Array, x: Array, likes: Likes, act: str, needs: tuple[bool, ...]
 ) -> None:
     """likes: h of both, and their banks."""
     hs, halves = [plan.tokens(like) for like in likes[:2]], (likes[2 : 2 + TENSORS], likes[2 + TENSORS :])
     banks = [_read_bank(plan, half, 0.0, "lora") for half in halves]
-    names = ("dz_gate", "dz_up", "dm_gate", "dc_gate", "dm_up", "dc_up")
-    *dzs, dm, dc, dm_up, dc_up = plan.wanted(names, _gated_forms(gate, banks, needs))
+    *dzs, dm, dc, dm_up, dc_up = plan.wanted()
     if gate.shape[0] == 0:
         for each in (dm, dc, dm_up, dc_up):
             if each is not None:
@@ -270,10 +295,13 @@ def plan_gated(
     gated_scale(plan, pair, act, dzs, outs)
 
 
-def _gated_forms(gate: Any, banks: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    m = (banks[0].A.shape[0], gate.shape[1])
-    kinds = [each for bank in banks for each in ((m, bank.m.dtype), (m, torch.float32))]
-    return [(gate.shape, gate.dtype)] * 2 + asked(kinds, needs)
+def _gated_forms(gate: Any, banks: Likes, needs: Sequence[bool]) -> dict[str, Any]:
+    forms: dict[str, Any] = dict.fromkeys(("dz_gate", "dz_up"), (gate.shape, gate.dtype))
+    for name, likes in ("gate", banks[:TENSORS]), ("up", banks[TENSORS:]):
+        bank: Any = _described(likes)
+        m = (bank.A.shape[0], gate.shape[1])
+        forms |= {f"dm_{name}": (m, bank.m.dtype), f"dc_{name}": (m, torch.float32)}
+    return asked(forms, (True, True, *needs))
 
 
 def _described(tensors: Sequence[Any], experts: bool = False, mode: str = "lora") -> Bank:
@@ -285,41 +313,16 @@ def is_experts(bank: Bank) -> bool:
     return bank.experts or (bank.W is not None and len(bank.W.shape) == 3)
 
 
-def _outputs(x: Any, bank: Bank, save_for_dm: bool) -> list[Any]:
+def _outputs(x: Any, bank: Bank, save_for_dm: bool) -> dict[str, Any]:
     """y, h and what dm reads beside it."""
     (M, N), t = (x.shape[0], bank.B.shape[1]), x.dtype
-    return [((M, N), t), ((M, bank.A.shape[1]), t), ((M, N), t) if save_for_dm and saves_pre_scale(t, bank) else None]
+    saved = save_for_dm and saves_pre_scale(t, bank)
+    return {"y": ((M, N), t), "h": ((M, bank.A.shape[1]), t), "pre_scale": ((M, N), t) if saved else None}
 
 
-def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> list[Any]:
+def _gradients(x: Any, bank: Bank, needs: Sequence[bool]) -> dict[str, Any]:
     """The form of each gradient that is asked for."""
     A, B, m, f32 = bank.A, bank.B, (bank.A.shape[0], bank.B.shape[1]), torch.float32
     of_m, of_bias = None if bank.m is None else (m, bank.m.dtype), (m if is_experts(bank) else m[1:], f32)
     forms = ((x.shape, x.dtype), (A.shape, A.dtype), (B.shape, B.dtype), of_m, (m, f32), of_bias)
-    return asked(forms, needs)
-
-
-multi, _multi = planned(
-    "multi",
-    "(Tensor x, Tensor?[] bank, SymInt[] ranks, float p, str mode, bool save_for_dm, str[] text, SymInt[] numbers, "
-    "bool experts) -> Tensor[]",
-    plan_forward,
-    lambda x, bank, ranks, p, mode, save_for_dm, *_: _outputs(x, _described(bank, mode=mode), save_for_dm),
-)
-multi_backward, _multi_backward = planned(
-    "multi_backward",
-    "(Tensor dy, Tensor x, Tensor h, Tensor? kept, Tensor? other, bool pre_scale, bool scaled, Tensor?[] bank, SymInt[] ranks, "
-    "float p, str mode, bool[] needs, str[] text, SymInt[] numbers, bool experts) -> Tensor[]",
-    plan_backward,
-    lambda dy, x, h, kept, other, pre_scale, scaled, bank, ranks, p, mode, needs, text, numbers, experts: _gradients(
-        x, _described(bank, experts), needs
-    ),
-    asks=(1, 0),
-)
-multi_gated, _multi_gated = planned(
-    "multi_gated",
-    "(Tensor da, Tensor gate, Tensor up, Tensor x, Tensor[] h, Tensor?[] first, Tensor?[] second, str act, bool[] needs) "
-    "-> Tensor[]",
-    plan_gated,
-    lambda da, gate, up, x, h, first, second, act, needs: _gated_forms(gate, [*map(_described, (first, second))], needs),
-)
+    return asked({f"d{name}": form for name, form in zip(BankNeeds._fields, forms, strict=True)}, needs)

@@ -20,8 +20,7 @@ from fdora.triton.dropped import codes_of_dropped, product_of_change, tile_of_dr
 from fdora.triton.gemm import gemm
 from fdora.triton.multi_gemm import Right, Routes, Shape, Wanted, behind, low_rank_input, multi_gemm, routes
 from fdora.triton.multi_rows import drop, sort, unsort
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.tiles.configs import GemmConfig
 
 TWO, CODES = "two products by cuBLAS", "a product by cuBLAS, and one of e4m3 codes for what is dropped"

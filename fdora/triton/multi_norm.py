@@ -27,10 +27,8 @@ from fdora.triton.kernels.multi_norm import (
 )
 from fdora.triton.multi_rows import rank_table
 from fdora.triton.norm import squares
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, cdiv
 from fdora.triton.split import Factors
 from fdora.triton.sums import column_sums
 from fdora.triton.tiles.configs import MAX_N, MIN_K, power_of_two
@@ -64,16 +62,20 @@ def bank_norm(
     """(N, K), (G, r, K), (G, N, r), (G,) -> c (G, N) float32. ``max_bytes`` bounds the partials. W (G, N, K): of experts."""
     if A.dtype != B.dtype:  # a kernel multiplies operands of one dtype
         A, B = A.float(), B.float()
-    c: Tensor = _row_norms(W, A, B, s, list(ranks or ()), max_bytes)
+    c: Tensor = plan_bank_norm.call(W, A, B, s, list(ranks or ()), max_bytes)
     return c
 
 
-@maker("norms of a bank", "matrix matrix matrix vector")
+@planned(
+    "row_norms(Tensor W, Tensor A, Tensor B, Tensor s, SymInt[] ranks, int? max_bytes) -> Tensor",
+    "norms of a bank",
+    "matrix matrix matrix vector",
+    lambda W, A, *_: {"c": ((A.shape[0], W.shape[-2]), torch.float32)},
+)
 def plan_bank_norm(
     plan: Builder, W: Array, A: Array, B: Array, s: Array, ranks: tuple[int, ...], max_bytes: int | None
 ) -> None:
-    (N, K), (G, R, _) = W.shape[-2:], A.shape
-    c = plan.result("c", (G, N), torch.float32)
+    (N, K), (G, R, _), (c,) = W.shape[-2:], A.shape, plan.wanted()
     table = rank_table(plan, ranks or None)
     half = A.dtype == B.dtype and A.itemsize == 2
     own_W, half_weight = len(W.shape) == 3, W.itemsize == 2
@@ -141,11 +143,3 @@ def _by_strips(
         given |= {"c": c, "spans": spans, "first": i, "width": N, "BLOCK_N": ROOT_N, "BLOCK_K": ROOT_K}
         given |= {"PRECISION": exact, "CANCELLED": CANCELLED}
         plan.launch(strip_root_kernel, (cdiv(own, ROOT_N), G), given, pdl=pdl)
-
-
-row_norms, _row_norms = planned(
-    "row_norms",
-    "(Tensor W, Tensor A, Tensor B, Tensor s, SymInt[] ranks, int? max_bytes) -> Tensor",
-    plan_bank_norm,
-    lambda W, A, *_: ((A.shape[0], W.shape[-2]), torch.float32),
-)

@@ -13,10 +13,8 @@ from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_route import multi_count_kernel, multi_route_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, cdiv, named
 from fdora.triton.tiles.configs import power_of_two
 
 TILE = {"BLOCK_M": 8, "BLOCK_N": 512, "BLOCK_K": 512}
@@ -154,16 +152,21 @@ def rank_table(plan: Builder, ranks: tuple[int, ...] | None) -> Array | None:
     return out
 
 
-@maker("tokens sorted by adapter", "vector", "the place of a token is counted")
+@planned(
+    "multi_route(Tensor ids, SymInt adapters) -> Tensor[]",
+    "tokens sorted by adapter",
+    "vector",
+    lambda ids, G: {"offsets": ((G,), torch.int32), "order": (ids.shape, torch.int64), "place": (ids.shape, torch.int64)},
+    "the place of a token is counted",
+)
 def plan_route(plan: Builder, ids: Array, G: int) -> None:
-    """Which tokens are whose, from the adapter of each: two launches that count, where torch sorts in several.
+    """Which tokens are whose, from the adapter of each: offsets (G,), the order (M,) and its
+    inverse, where tokens of no adapter come last. Two launches that count, where torch sorts in several.
 
     The place of a token is how many come before it: those of earlier adapters, and earlier ones of its own. Each block of
     tokens reads what all blocks have counted, so for some thousand tokens at most.
     """
-    (M,) = ids.shape
-    offsets = plan.result("offsets", (G,), torch.int32)
-    order, place = (plan.result(name, (M,), torch.int64) for name in ("order", "place"))
+    (M,), (offsets, order, place) = ids.shape, plan.wanted()
     blocks, block_g = max(1, cdiv(M, ROUTE)), power_of_two(min(64, G + 1))
     counts = plan.temp((blocks, G + 1), torch.int32)
     given = {"ids": ids, "counts": counts, "M": M, "G": G, "BLOCK_T": ROUTE, "BLOCK_G": block_g}
@@ -172,10 +175,4 @@ def plan_route(plan: Builder, ids: Array, G: int) -> None:
     plan.launch(multi_route_kernel, (blocks,), given)
 
 
-# ids (M,) -> offsets (G,) int32, order (M,) int64 and its inverse; tokens of no adapter come last
-multi_route, route = planned(
-    "multi_route",
-    "(Tensor ids, SymInt adapters) -> Tensor[]",
-    plan_route,
-    lambda ids, adapters: [((adapters,), torch.int32), *[(ids.shape, torch.int64)] * 2],
-)
+route = plan_route.call

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from fdora.triton.kernels.multi_small import multi_expand_kernel, multi_low_kernel, multi_shrink_kernel, multi_small_kernel
 from fdora.triton.multi_gemm import block_of
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv, named
 from fdora.triton.small import parts_of
 from fdora.triton.tiles.configs import power_of_two, small_config
 

@@ -21,9 +21,7 @@ from fdora.triton.gemm import Epilogue
 from fdora.triton.kernels.multi_table import multi_table_kernel
 from fdora.triton.multi_gemm import block_of, has_columns, joined
 from fdora.triton.product import scaled_product
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 
 RANKS = 256  # of all adapters, at most

@@ -26,10 +26,8 @@ from fdora.triton.codes import Packed
 from fdora.triton.hash import UNGUARDED, WORDS, Guard, fingerprint
 from fdora.triton.kernels.norm import norm_kernel
 from fdora.triton.norm_codes import squares_of_codes
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, cdiv, is_tma_compatible, named
 from fdora.triton.split import Factors, by_rows
 from fdora.triton.sums import chosen, column_sums
 from fdora.triton.tiles.configs import MIN_K, NormConfig, norm_config
@@ -43,28 +41,45 @@ SPLIT = "; float32 factors as float16 ones of three times the rank"
 def norm_fwd(of: NormOf) -> Tensor:
     """c (N,) float32. W is read once whether its squared norm is known or not."""
     # by name: Dynamo of torch 2.8 cannot slice a NamedTuple
-    c: Tensor = _row_norm(of.W, of.A, of.B, of.s, of.max_bytes, False)
+    c: Tensor = plan_norm.call(of.W, of.A, of.B, of.s, of.max_bytes, False)
     return c
 
 
 def sqnorm_fwd(of: NormOf) -> Tensor:
     """c^2 (N,), to be added to that of other columns."""
-    squares: Tensor = _row_norm(of.W, of.A, of.B, of.s, of.max_bytes, True)
+    squares: Tensor = plan_norm.call(of.W, of.A, of.B, of.s, of.max_bytes, True)
     return squares
 
 
 def norm_guarded(of: NormOf, c: Tensor, old_hash: Tensor) -> tuple[Tensor, Tensor]:
     """c and the fingerprint of A, B, s. The c given is returned where the fingerprint given is theirs."""
-    c, new_hash = _row_norm_guarded(of.W, of.A, of.B, of.s, of.max_bytes, c, old_hash)
+    c, new_hash = plan_guarded_norm.call(of.W, of.A, of.B, of.s, of.max_bytes, c, old_hash)
     return c, new_hash
 
 
-@maker("dora_norm", "matrix matrix matrix s", PATH)
+@planned(
+    "row_norm(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, bool squared) -> Tensor",
+    "dora_norm",
+    "matrix matrix matrix s",
+    lambda W, *_: {"c": (W.shape[:1], torch.float32)},
+    PATH,
+)
 def plan_norm(plan: Builder, W: Array, A: Array, B: Array, s: Scalar, max_bytes: int | None, squared: bool) -> None:
-    norm(plan, W, A, B, s, plan.result("c", W.shape[:1], torch.float32), max_bytes, squared)
+    (c,) = plan.wanted()
+    norm(plan, W, A, B, s, c, max_bytes, squared)
 
 
-@maker("dora_norm where A, B or s changed", "matrix matrix matrix vector vector s", PATH)
+def guarded_forms(N: Any) -> dict[str, Any]:
+    return {"c": ((N,), torch.float32), "fingerprint": ((WORDS,), torch.int64)}
+
+
+@planned(
+    "row_norm_guarded(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, Tensor c, Tensor old_hash) -> Tensor[]",
+    "dora_norm where A, B or s changed",
+    "matrix matrix matrix vector vector s",
+    lambda W, *_: guarded_forms(W.shape[0]),
+    PATH,
+)
 def plan_guarded_norm(
     plan: Builder,
     W: Array,
@@ -92,7 +107,7 @@ def guarded_norm(
     in_place: bool = False,
 ) -> None:
     """Results: c and the fingerprint of A, B and s."""
-    c, new_hash = plan.result("c", W.shape[:1], torch.float32), plan.result("fingerprint", (WORDS,), torch.int64)
+    c, new_hash = plan.wanted()
     fingerprint(plan, A, B, s, new_hash)
     norm(plan, W, A, B, s, c, max_bytes, guard=Guard(before, old_hash, new_hash, in_place))
 
@@ -162,17 +177,3 @@ def tiled(config: NormConfig, W: Array, A: Array, B: Array) -> dict[str, Any]:
     blocks = ((n, k), (r, k), (n, r))
     tiles: Iterable[Any] = map(Tile, (W, A, B), blocks) if config.TMA else (W, A, B)
     return found | named("W A B", tiles)
-
-
-row_norm, _row_norm = planned(
-    "row_norm",
-    "(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, bool squared) -> Tensor",
-    plan_norm,
-    lambda W, *_: (W.shape[:1], torch.float32),
-)
-row_norm_guarded, _row_norm_guarded = planned(
-    "row_norm_guarded",
-    "(Tensor W, Tensor A, Tensor B, float s, SymInt? max_bytes, Tensor c, Tensor old_hash) -> Tensor[]",
-    plan_guarded_norm,
-    lambda W, *_: [(W.shape[:1], torch.float32), ((WORDS,), torch.int64)],
-)

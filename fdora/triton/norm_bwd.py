@@ -35,10 +35,8 @@ from fdora.triton.kernels.norm_bwd import (
     norm_tokens_kernel,
 )
 from fdora.triton.kernels.norm_pass import norm_add_kernel, norm_pass_kernel
-from fdora.triton.op import maker, planned
-from fdora.triton.runtime.builder import Builder, asked, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.op import planned
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, asked, cdiv, is_tma_compatible, named
 from fdora.triton.runtime.private import NOT_AHEAD
 from fdora.triton.tiles.configs import power_of_two
 
@@ -79,7 +77,7 @@ def norm_bwd(
     """dA, dB, each only when needed and added to its part of ``onto``. None for what plain torch must do."""
     if not serves(W):
         return None
-    found = iter(_norm_backward(dc, W, A, B, c, s, list(needs), *onto))
+    found = iter(plan_norm_bwd.call(dc, W, A, B, c, s, list(needs), *onto))
     return next(found) if needs[0] else None, next(found) if needs[1] else None
 
 
@@ -87,7 +85,14 @@ def serves(W: Tensor) -> bool:
     return W.dtype in SERVED and W.numel() > 0
 
 
-@maker("gradient through the norm", "vector operand operand operand vector s operand operand")
+@planned(
+    "norm_backward(Tensor dc, Tensor W, Tensor A, Tensor B, Tensor c, float s, bool[] needs, Tensor? onto_A=None, "
+    "Tensor? onto_B=None) -> Tensor[]",
+    "gradient through the norm",
+    "vector operand operand operand vector s operand operand",
+    lambda dc, W, A, B, c, *rest: asked({"dA": (A.shape, A.dtype), "dB": (B.shape, B.dtype)}, rest[-1]),
+    asks=(1, 0),
+)
 def plan_norm_bwd(
     plan: Builder,
     dc: Array,
@@ -100,7 +105,7 @@ def plan_norm_bwd(
     onto_B: Array | None,
     needs: tuple[bool, bool],
 ) -> None:
-    dA, dB = plan.wanted(("dA", "dB"), _forms(A, B, needs))
+    dA, dB = plan.wanted()
     onto_A, onto_B = (None if t is None else dense(plan, t) for t in (onto_A, onto_B))
     t, half = W.dtype, A.dtype == B.dtype == W.dtype
     (N, K), R = W.shape, A.shape[0]
@@ -232,18 +237,3 @@ def _finish(plan: Builder, parts: Array, gram: Array, of: Given, of_A: bool, ter
 
 def block_of(R: int) -> int:
     return max(16, min(64, power_of_two(R)))
-
-
-def _forms(A: Any, B: Any, needs: Sequence[bool]) -> list[Any]:
-    """Of each gradient that is asked for."""
-    return asked(((A.shape, A.dtype), (B.shape, B.dtype)), needs)
-
-
-norm_backward, _norm_backward = planned(
-    "norm_backward",
-    "(Tensor dc, Tensor W, Tensor A, Tensor B, Tensor c, float s, bool[] needs, Tensor? onto_A=None, Tensor? onto_B=None) "
-    "-> Tensor[]",
-    plan_norm_bwd,
-    lambda dc, W, A, B, c, s, needs, *_: _forms(A, B, needs),
-    asks=(1, 0),
-)

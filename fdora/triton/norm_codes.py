@@ -16,9 +16,7 @@ from fdora.triton.codes import LOOKUP, Ints, Packed, decoding, group_of, groups_
 from fdora.triton.hash import UNGUARDED, Guard
 from fdora.triton.kernels.quant import quant_kernel
 from fdora.triton.kernels.quant_strips import quant4_strips_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar, Tile
+from fdora.triton.runtime import Array, Builder, Scalar, Tile, cdiv, is_tma_compatible
 from fdora.triton.split import Factors
 from fdora.triton.tiles.quant import StripConfig, quant_config, run_of, strip_config, within
 

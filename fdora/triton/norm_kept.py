@@ -12,8 +12,9 @@ from fdora._norm_cache import givers, seen_for_graphs
 from fdora._records import WIDTH
 from fdora._torch import capturing, foreach_clone, needs_dispatcher
 from fdora.triton.norm import plan_guarded_norm, plan_norm
-from fdora.triton.op import op
+from fdora.triton.op import Maker, empty, op
 from fdora.triton.operands import any_norms, with_norms
+from fdora.triton.runtime.plan import Plan
 from fdora.triton.runtime.walk import plan_for, run
 from fdora.triton.tree import parts_of, room, unplanned
 from fdora.triton.tree_kept import keep_for_graphs, norms_of_call
@@ -81,23 +82,32 @@ def norms_now(operands: Sequence[Any], s: Scales, old_hash: Tensors, fresh: bool
     return _rest_of(found, W, A, B, s, old_hash, fresh)
 
 
-def asking(name: str, schema: str, divide: Callable[..., Any], fake: Callable) -> tuple[Any, Callable[..., Any]]:
-    """As ``planned`` of op.py: an op of (x, operands, s, ..., seen, keep) whose layers, where there is ``seen``, come without
-    norms: it runs divide(x, operands, s, ...) with those of now, which come last in what it returns if somebody keeps them."""
+def asking(make: Maker, schema: str, divide: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+    """An op of (x, operands, s, ..., seen, keep) whose layers, where there is ``seen``, come without norms: it runs the plan of
+    divide(x, operands, s, ...), which are tensors, options and scalars, with those of now. They come last in what it returns,
+    one for each layer, if somebody keeps them."""
 
     def call(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> tuple[Tensor, ...]:
         *how, seen, keep = options
-        if not seen:
-            return run(*divide(x, operands, s, *how))
-        c = norms_now(operands, s, seen, keep)
-        results = run(*divide(x, with_norms(operands, c), s, *how))
-        return (*results, *c) if keep else results
+        if seen:
+            c = norms_now(operands, s, seen, keep)
+            operands = with_norms(operands, c)
+        tensors, options, scalars = divide(x, operands, s, *how)
+        results = run(plan_for(make, tensors, *options), tensors, scalars)
+        return (*results, *c) if seen and keep else results
 
-    def counted(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> Any:
+    def counted(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> tuple[Plan]:
         *how, seen, _ = options  # who counts flops has not asked
-        return divide(x, with_norms(operands, any_norms(operands)) if seen else operands, s, *how)
+        tensors, options, _ = divide(x, with_norms(operands, any_norms(operands)) if seen else operands, s, *how)
+        return (plan_for(make, tensors, *options),)
 
-    return op(name, schema, call, fake, counted), call
+    def fake(x: Tensor, operands: Sequence[Any], s: Any, *options: Any) -> list[Tensor]:
+        *how, _, keep = options
+        tensors, options, _ = divide(x, operands, [1.0] * len(s), *how)  # s may be symbolic: nothing asks for it
+        forms = [*make.forms(tensors, *options).values()]
+        return empty(tensors, forms if keep else forms[: -len(s)])
+
+    return op(schema, call, fake, counted), call
 
 
 def _rest_of(found: list[Tensor], W: Tensors, A: Tensors, B: Tensors, s: Scales, old_hash: Tensors, fresh: bool) -> Tensors:
@@ -143,8 +153,7 @@ def _fake_row_norms_kept(W, A, B, s, c, old_hash):
 
 
 row_norms_kept = op(
-    "row_norms_kept",
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
+    "row_norms_kept(Tensor[] W, Tensor[] A, Tensor[] B, float[] s, Tensor[] c, Tensor[] old_hash) -> Tensor",
     _row_norms_kept,
     _fake_row_norms_kept,
     unplanned,

@@ -7,8 +7,8 @@ and their formulas are in fdora/autograd: called by name, ``torch.ops.fdora.*`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,79 +16,79 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fdora._torch import call_directly, library_of
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device
-from fdora.triton.runtime.plan import Like, Plan
-from fdora.triton.runtime.walk import Maker, caller, plan_for
+from fdora.triton.runtime import Builder, Device, Like, Plan
+from fdora.triton.runtime.walk import caller, plan_for
 
 # As custom_op has it: a compiler hands over the strides that the fake was given. (torch 2.8 knows only of their order.)
 STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 Likes = Sequence[Any]  # of Like and None
 
 
-def maker(name: str, reads: str, path: str = "", has_families: bool = False) -> Callable[[Callable[..., None]], Maker]:
-    """Return what makes the maker of a plan of this name out of a function that writes it.
+@dataclass(eq=False)
+class Maker:
+    """Makes plans, as a pure function of likes, a device and options, with a function that writes them; and, where there is a
+    schema, an op whose launcher makes a plan of its arguments and runs it."""
 
-    The function is given the builder, the arguments, and then the options. ``reads`` says how the builder reads each argument,
-    in order; ``s`` stands for the scalar of that name and ``rest``, at the end, for the likes of whatever arguments follow,
-    which the function reads. ``path``: where all of its plans have the same. ``has_families``: its first argument has tokens,
-    and a plan may serve more numbers of them than one (runtime/family.py).
-    """
-    kinds = reads.split()
+    write: Callable[..., None]  # is given the builder, the arguments, and then the options
+    schema: str  # begins with the op's name; all tensors, and what is neither a tensor nor s, are in the order of ``write``
+    title: str  # of plans
+    reads: str  # how the builder reads each argument; "s" is the scalar of that name, "rest" what the function reads itself
+    results: Callable[..., dict[str, Any]]  # of likes or tensors, and options: (shape, dtype) of each, None if not asked for
+    path: str = ""  # where all plans have the same
+    has_families: bool = False  # x comes first, and a plan may serve more numbers of tokens than one (runtime/family.py)
+    asks: tuple[int, ...] = (0,)  # arguments whose type may be a subclass
+    op: Any = None  # torch.ops.fdora.name
+    call: Any = None  # what a facade calls, which passes the op by where torch need not see it
 
-    def made_by(write: Callable[..., None]) -> Maker:
-        def make(likes: Sequence[Like | None], device: Device, *options: Any) -> Plan:
-            plan, given = Builder(name, device), iter(likes)
-            read: list[Any] = []
-            for kind in kinds:
-                if kind == "s":
-                    read.append(plan.scalar("s"))
-                else:
-                    read.append([*given] if kind == "rest" else getattr(plan, kind)(next(given)))
-            assert not [*given], f"{name} reads {reads}"
-            plan.path = path
-            write(plan, *read, *options)
-            return plan.plan()
+    def __post_init__(self) -> None:
+        if self.schema:
+            divide, many = divided(self.schema), self.schema.endswith("Tensor[]")
 
-        update_wrapper(make, write)
-        del make.__wrapped__  # type: ignore[attr-defined]  # its signature is another one
-        make.has_families = has_families  # type: ignore[attr-defined]
-        return make
+            def plan(*args: Any, **kwargs: Any) -> tuple[Plan, tuple, tuple]:
+                tensors, options, scalars = divide(*args, **kwargs)
+                return plan_for(self, tensors, *options), tensors, scalars
 
-    return made_by
+            def fake(*args: Any) -> Any:
+                tensors, options, _ = divide(*args)
+                found = empty(tensors, self.forms(tensors, *options).values())
+                return found if many else found[0]
 
+            self.op = op(self.schema, caller(self, divide, many), fake, plan)
+            self.call = caller(self, divide, many, self.asks, self.op)
 
-def planned(
-    name: str, schema: str, maker: Maker, results: Callable, asks: tuple[int, ...] = (0,)
-) -> tuple[Any, Callable[..., Any]]:
-    """An op whose launcher makes a plan and runs it: ``torch.ops.fdora.name``, and what a facade calls, which passes the op by
-    where torch need not see it.
+    def __call__(self, likes: Sequence[Like | None], device: Device, *options: Any) -> Plan:
+        plan, given = Builder(self.title, device), iter(self.apart(likes))
+        plan.path, plan.forms = self.path, self.forms(likes, *options)
+        read = [plan.scalar("s") if kind == "s" else getattr(plan, kind)(next(given)) for kind in self.reads.split()]
+        self.write(plan, *read, *options)
+        return plan.plan()
 
-    The plan's maker is given all tensors of the call in the order of ``schema``, and then, in that order, whatever is neither a
-    tensor nor s, the scalars of the plan. ``results`` takes what the op takes and says of each result its shape and dtype, or
-    None of what is not asked for; of one that is no list it says just that. ``asks``: arguments whose type may be a subclass.
-    """
-    divide = _divided(schema)
-    many = schema.endswith("Tensor[]")
+    def apart(self, tensors: Sequence[Any]) -> list[Any]:
+        """Each, and at the end the list of those that the function reads."""
+        given = iter(tensors)
+        found = [[*given] if kind == "rest" else next(given) for kind in self.reads.split() if kind != "s"]
+        assert not [*given], f"{self.title} reads {self.reads}"
+        return found
 
-    def plan(*args: Any, **kwargs: Any) -> tuple[Plan, tuple, tuple]:
-        tensors, options, scalars = divide(*args, **kwargs)
-        return plan_for(maker, tensors, *options), tensors, scalars
-
-    def fake(*args: Any) -> Any:
-        like = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        forms = results(*args)
-        made = [like.new_empty(form[0], dtype=form[1]) for form in (forms if many else [forms]) if form is not None]
-        return made if many else made[0]
-
-    found = op(name, schema, caller(maker, divide, many), fake, plan)
-    return found, caller(maker, divide, many, asks, found)
+    def forms(self, tensors: Sequence[Any], *options: Any) -> dict[str, Any]:
+        return self.results(*self.apart(tensors), *options)
 
 
-def _divided(schema: str) -> Callable[..., tuple[tuple, tuple, tuple]]:
+def planned(*declared: Any, **more: Any) -> Callable[[Callable[..., None]], Maker]:
+    """What makes a Maker of the function that it decorates."""
+    return lambda write: Maker(write, *declared, **more)
+
+
+def empty(tensors: Sequence[Any], forms: Iterable[Any]) -> list[Tensor]:
+    """Results of these forms, like the first tensor."""
+    like = next(t for t in tensors if t is not None)
+    return [like.new_empty(form[0], dtype=form[1]) for form in forms if form is not None]
+
+
+def divided(schema: str) -> Callable[..., tuple[tuple, tuple, tuple]]:
     """Tensors, options and scalars among the arguments of an op: a function written from its schema."""
     names, tensors, options, scalars = [], "", "", ""
-    for argument in schema[1 : schema.index(")")].split(", "):
+    for argument in schema[schema.index("(") + 1 : schema.index(")")].split(", "):
         kind, with_default = argument.split(" ")
         names.append(with_default)
         name, many = with_default.partition("=")[0], kind.endswith("[]")
@@ -102,13 +102,14 @@ def _divided(schema: str) -> Callable[..., tuple[tuple, tuple, tuple]]:
     return divide
 
 
-def op(name: str, schema: str, launcher: Callable, fake: Callable, planned: Callable, mapped: bool = True) -> Any:
+def op(schema: str, launcher: Callable, fake: Callable, planned: Callable, mapped: bool = True) -> Any:
     """``torch.ops.fdora.name`` of this launcher; ``mapped`` teaches it torch.func.vmap.
 
     ``planned(*args)`` begins with the plan that the launcher runs: FlopCounterMode counts its flops.
     """
+    name = schema.partition("(")[0]
     full, library = f"fdora::{name}", library_of(name)
-    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES))
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES))
     many = schema.endswith("Tensor[]")  # torch wants a list
     run: Callable = (lambda *args: list(launcher(*args))) if many else launcher
     library.impl(name, run, "CompositeExplicitAutograd")

@@ -17,8 +17,7 @@ from fdora._records import WIDTH, Operands, layers_in
 from fdora.quant import QuantSpec, QuantWeight
 from fdora.triton.codes import coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.op import Likes
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime.builder import Builder, numbered
 
 
 def flat(layers: Sequence[Operands]) -> list[Tensor | None]:
@@ -46,13 +45,6 @@ def facts_of(specs: Sequence[QuantSpec | None]) -> tuple[tuple[str, ...], tuple[
     return tuple(text), tuple(numbers)
 
 
-def specified(tensors: Sequence[Any], count: int, specs: Sequence[QuantSpec | None]) -> list[Any]:
-    """The layers of x and flat operands, of a W of codes what it stands for."""
-    layers = layers_in(tensors[1 : 1 + WIDTH * count])
-    each = zip(layers, specs or [None] * count, strict=True)
-    return [la if spec is None else la._replace(W=coded_of(spec)) for la, spec in each]
-
-
 def with_norms(operands: Sequence[Any], c: Sequence[Tensor]) -> list[Any]:
     """The same layers, none of which had its c."""
     found = [*operands]
@@ -67,6 +59,18 @@ def any_norms(operands: Sequence[Any]) -> list[Tensor]:
 
 def forms_norm(la: Any) -> bool:
     return la.A is not None and la.c is None
+
+
+def described(likes: Likes, count: int, text: Sequence[str] = (), numbers: Sequence[int] = ()) -> list[Any]:
+    """The layers of flat operands, likes or tensors; a W of codes as what is known of it."""
+    layers = layers_in(likes[: WIDTH * count])
+    known = weights_of(text, numbers) or [None] * count
+    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
+
+
+def norm_forms(layers: Sequence[Any]) -> dict[str, Any]:
+    """The results that are norms nobody gave."""
+    return numbered("c", [((la.W.shape[0],), torch.float32) if forms_norm(la) else None for la in layers])
 
 
 # in a plan
@@ -90,29 +94,3 @@ def _read_layer(plan: Builder, dtype: torch.dtype, likes: Likes) -> Any:
     weight = plan.operand(W) if dtype == torch.float32 else plan.matrix(W)
     parts: Any = (weight, *map(plan.operand, (A, B)), *map(plan.vector, (m, c, bias)), plan.matrix(seed))
     return Operands(*parts)
-
-
-def norms_of(plan: Builder, layers: Sequence[Any]) -> list[Array | None]:
-    """The results that are norms nobody gave."""
-    return [plan.result(f"c{i}", (la.W.shape[0],), torch.float32) if forms_norm(la) else None for i, la in enumerate(layers)]
-
-
-# for a compiler
-
-
-def fake_layers(operands: Sequence[Any], count: int, text: Sequence[str], numbers: Sequence[int]) -> list[Any]:
-    """As :func:`read_layers`; a W has a shape."""
-    layers = [Operands(*operands[WIDTH * i : WIDTH * (i + 1)]) for i in range(count)]
-    known = weights_of(text, numbers) or [None] * count
-    return [la if W is None else la._replace(W=W) for la, W in zip(layers, known, strict=True)]
-
-
-def forms_in(dtype: torch.dtype, shapes: Sequence[Any]) -> list[Any]:
-    """Those of results, None for None."""
-    return [shape and (shape, dtype) for shape in shapes]
-
-
-def fake_results(x: Tensor, forms: Sequence[Any], layers: Sequence[Any], keep: bool) -> list[Tensor]:
-    """``keep``: and the norms that nobody gave."""
-    norms = [((la.W.shape[0],), torch.float32) for la in layers if keep and forms_norm(la)]
-    return [x.new_empty(form[0], dtype=form[1]) for form in (*forms, *norms) if form is not None]

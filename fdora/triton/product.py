@@ -15,8 +15,7 @@ from fdora._tuned import place
 from fdora.triton.copy import operand
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Operand, by_tma, gemm
 from fdora.triton.kernels.product import rest_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder
 from fdora.triton.tiles.configs import rest_config
 from fdora.triton.tiles.product import Ask, Way, product_way
 

@@ -21,9 +21,7 @@ import torch
 
 from fdora._records import Dropout
 from fdora.triton.kernels.scale import finish_kernel, scale_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv, grid_of
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv, grid_of
 from fdora.triton.tiles.configs import ScaleConfig, long_strip, scale_config
 
 FINISH = {"BLOCK_N": 32, "BLOCK_T": 32}

@@ -27,9 +27,7 @@ from fdora.triton.copy import by_g, gradient, in_dtype
 from fdora.triton.dequantize import G, decode, redo_lost, room
 from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, Device, cdiv
 from fdora.triton.scale import Given
 from fdora.triton.small import is_small
 from fdora.triton.tiles.waves import gpu_of

@@ -17,10 +17,7 @@ from torch import Tensor
 from fdora._clock import Timer, anchor_graph, launches_of, medians, quick_timer
 from fdora.triton.gemm import Epilogue
 from fdora.triton.product import scaled_product, summed_product
-from fdora.triton.runtime import native, walk
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import device_of
-from fdora.triton.runtime.plan import Plan
+from fdora.triton.runtime import Builder, Plan, device_of, native, walk
 from fdora.triton.tiles.product import Ask, Way, ways_of
 
 CACHE = 2**28  # bytes: several times what any GPU keeps

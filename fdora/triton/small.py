@@ -29,9 +29,7 @@ from fdora.quant import Codes8, Lut4
 from fdora.triton.codes import Ints, Packed, decoding, has_ptx
 from fdora.triton.kernels.small import add_parts_kernel, shrink_kernel, small_kernel
 from fdora.triton.kernels.small_codes import codes_parts_kernel, small_codes_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv, is_tma_compatible
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Scalar, cdiv, is_tma_compatible, named
 from fdora.triton.runtime.private import NARROW
 from fdora.triton.tiles.codes import CodesConfig, parts_config, small_codes_config
 from fdora.triton.tiles.configs import SmallConfig, power_of_two, small_config

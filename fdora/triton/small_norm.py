@@ -17,9 +17,7 @@ from torch import Tensor
 
 from fdora._torch import PLAIN, needs_dispatcher
 from fdora.triton.kernels.small_norm import small_norm_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import Device, device_of
-from fdora.triton.runtime.plan import Array, Scalar
+from fdora.triton.runtime import Array, Builder, Device, Scalar, device_of
 from fdora.triton.small import Out, shrunk
 from fdora.triton.tiles.configs import power_of_two, small_norm_config
 

@@ -15,9 +15,7 @@ import torch
 from fdora.triton.copy import in_dtype
 from fdora.triton.hash import UNGUARDED, Guard
 from fdora.triton.kernels.split import split_kernel
-from fdora.triton.runtime.builder import Builder, named
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv, named
 from fdora.triton.tiles.configs import MAX_N
 
 TILE = {"BLOCK_P": 32, "BLOCK_R": 64}

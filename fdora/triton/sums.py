@@ -5,9 +5,7 @@ from __future__ import annotations
 from fdora.triton.hash import Guard
 from fdora.triton.kernels.norm import choose_kernel
 from fdora.triton.kernels.sums import sum_kernel
-from fdora.triton.runtime.builder import Builder
-from fdora.triton.runtime.device import cdiv
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime import Array, Builder, cdiv
 
 SUM_N, SUM_T = 32, 32
 TILE = {"BLOCK_N": SUM_N, "BLOCK_T": SUM_T}

@@ -24,10 +24,9 @@ from fdora._records import Norms
 from fdora._torch import capturing
 from fdora.triton.kernels.tree import fingerprints_kernel, norms_kernel, roots_kernel, tops_kernel
 from fdora.triton.op import op
-from fdora.triton.runtime.builder import Builder
+from fdora.triton.runtime import Builder, Like, Plan, device_of
 from fdora.triton.runtime.cost import Cost
-from fdora.triton.runtime.device import by_another_thread, device_of
-from fdora.triton.runtime.plan import Like, Plan
+from fdora.triton.runtime.device import by_another_thread
 from fdora.triton.runtime.private import raw_stream
 from fdora.triton.runtime.walk import ready, run
 from fdora.triton.tiles.configs import power_of_two
@@ -204,8 +203,7 @@ def unplanned(W: Tensors, *_: Any) -> tuple[Plan]:
 
 
 model_norms = op(
-    "model_norms",
-    "(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
+    "model_norms(Tensor[] W, Tensor[] A, Tensor[] B, float[] s) -> Tensor",
     norms_of_model,
     _fake_model_norms,
     unplanned,

@@ -11,10 +11,8 @@ from torch import Tensor
 from fdora._norm_cache import MOST, seen_for_graphs
 from fdora._torch import capturing, foreach_clone
 from fdora.triton.kernels.kept import ALIGN, COUNTERS, kept_kernel
-from fdora.triton.runtime.builder import Builder, named
+from fdora.triton.runtime import Builder, Like, Plan, cdiv, device_of, named
 from fdora.triton.runtime.cost import Cost
-from fdora.triton.runtime.device import cdiv, device_of
-from fdora.triton.runtime.plan import Like, Plan
 from fdora.triton.runtime.walk import run
 from fdora.triton.tree import Kept, all_anew, kept_of, made_from, norms_of_now, parts_of, shared
 from fdora.triton.tree_table import FIELDS, Scales, Tensors

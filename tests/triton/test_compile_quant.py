@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import Codes8, Lut4
 from fdora.quant.bnb import UNIT
-from fdora.triton.codes import Coded, Ints
+from fdora.triton.codes import Coded, Ints, written
 from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 from tests.triton.test_compile import LAST, TARGETS, assert_fits, build, device, pytestmark  # noqa: F401
 from tests.triton.written import (
@@ -71,9 +71,9 @@ def step_of(form, target, N, K, r, dtype, dense, guarded=False):
     coded = Coded((N, K), form)
     likes = likes_of_norm(coded, r, dtype)
     if guarded:
-        plan = plan_guarded_quant_norm(with_state(likes, N), device(target), coded)
+        plan = plan_guarded_quant_norm(with_state(likes, N), device(target), *written([coded]))
     elif dense is None:
-        plan = plan_quant_norm(likes, device(target), coded, False)
+        plan = plan_quant_norm(likes, device(target), *written([coded]), False)
     else:
         plan = plan_dense_norm(likes, device(target), coded, dense)
     (step,) = launches(plan, "quant")

@@ -45,6 +45,25 @@ def test_the_activation(act, dtype):
         torch.testing.assert_close(v.double(), ref, rtol=max(4e-6, torch.finfo(dtype).eps), atol=4e-6)
 
 
+@pytest.mark.parametrize("biased", [(True, False, False), (True, True, False), (False, False, True), (False,) * 3], ids=str)
+def test_a_bound_mlp_keeps_what_one_call_keeps(biased):
+    """Beside a bias the value before g comes in the place of the output of gate or up, so their number does not say which."""
+    from fdora._records import Dropout, Operands, Options
+    from fdora.triton.mlp import mlp_bound, mlp_fwd
+
+    layers = inputs(8, HALF[0], torch.float32, [(40, 24, 8), (40, 24, 8), (24, 40, 8)])
+    x, each = layers[0]["x"], zip(layers, biased, strict=True)
+    operands = [Operands(*(t[n] for n in "WABmc"), t["bias"] if has else None, None) for t, has in each]
+    call = [Options(t["s"], "output") for t in layers], Dropout(0.0, "lora")
+    tensors = (x, *(t for la in operands for t in la))
+    y, saved, _ = mlp_fwd(x, operands, *call, "silu")
+    (bound_y,), *got = mlp_bound(tensors, *call, "silu")(tensors)
+    assert torch.equal(bound_y, y)
+    for want, have in zip(saved.apart(), got, strict=True):
+        for a, b in zip(want, have, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b
+
+
 def both_ways(x, As, layers):
     members = [packed(t | {"A": A}, True) for t, A in zip(layers, As, strict=True)]
     return dora_mlp(x, *members, backend="triton"), *dora_linear_group(x, members[:2], backend="triton")

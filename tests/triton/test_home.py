@@ -31,6 +31,7 @@ from fdora.functional import (
 from fdora.functional.act import gated_act
 from fdora.functional.multi import multi_together
 from fdora.quant import quantize
+from fdora.triton.op import Maker
 from tests import device, reference
 from tests.close import rel_l2
 from tests.cover import covering
@@ -385,7 +386,8 @@ def seen():
 def custom_ops():
     package = importlib.import_module("fdora.triton")
     modules = [importlib.import_module(f"fdora.triton.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    ops = [v for module in modules for v in vars(module).values() if isinstance(v, torch._ops.OpOverload)]
+    values = [v.op if isinstance(v, Maker) else v for module in modules for v in vars(module).values()]
+    ops = [v for v in values if isinstance(v, torch._ops.OpOverload)]
     return {op._schema.name.removeprefix("fdora::"): op for op in ops}
 
 

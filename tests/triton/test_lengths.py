@@ -176,12 +176,12 @@ def test_a_warm_up_runs_each_form_of_layer_with_few_lengths(kernels_everywhere, 
     assert all(p.grad is None for p in model.parameters())
     known = {key for plan in chosen_anew.values() for key in walk.native.keys_of(plan)}
     dict.clear(chosen_anew)  # not what they are filled in from
-    written = {key for key in family._families if key[0].__name__ == "plan_forward"}
+    written = {key for key in family._families if key[0].write.__name__ == "plan_forward"}
     for tokens in (80, 18):
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
     of_layers = [plan for plan in chosen_anew.values() if "norm" not in plan.name]
     assert of_layers and not {key for plan in of_layers for key in walk.native.keys_of(plan)} - known
-    assert {key for key in family._families if key[0].__name__ == "plan_forward"} == written and len(written) > 2
+    assert {key for key in family._families if key[0].write.__name__ == "plan_forward"} == written and len(written) > 2
 
 
 def test_a_warm_up_says_what_it_wants():

@@ -79,14 +79,21 @@ def test_autocast_to_the_other_half_precision(half, mode, tokens):
 
 @pytest.mark.parametrize("lead", [(2, 3), (2, 0), (6,)], ids=str)
 def test_a_compiler_may_ask_about_a_layer_without_outputs(lead):
-    from fdora.triton.linear import _fake_linear
-
     K, r = 8, 4
     with torch.device("meta"):
         x, W, A, B = torch.empty(*lead, K), torch.empty(0, K), torch.empty(r, K), torch.empty(0, r)
         operands = [W, A, B, torch.empty(0), torch.empty(0), None, None]
-        y, h = _fake_linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, False, [], True)
+        y, h = torch.ops.fdora.linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, False, [], True)
     assert y.shape == (*lead, 0) and h.shape == (x[..., 0].numel(), r)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_compiler_hears_of_norms_that_somebody_keeps(keep):
+    with torch.device("meta"):
+        x, W, A, B, m = torch.empty(5, 8), torch.empty(16, 8), torch.empty(4, 8), torch.empty(16, 4), torch.empty(16)
+        operands, seen = [W, A, B, m, None, None, None], [torch.empty(2, dtype=torch.int64)]
+        found = torch.ops.fdora.linear(x, operands, [1.0], ["nothing"], 0.0, "lora", [], [], None, False, seen, keep)
+    assert [t.shape for t in found] == [(5, 16), (5, 4), *[(16,)] * keep]
 
 
 @pytest.mark.parametrize("dtype", [HALF[0], torch.float32], ids=str)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import inspect
 import itertools
 import pkgutil
 import random
@@ -13,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 import fdora.triton
+from fdora.triton.op import Maker
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device
@@ -507,8 +507,7 @@ def makers():
     """Every function of the package that makes a plan of likes; those of whole models have a program for each layer."""
     for found in pkgutil.iter_modules(fdora.triton.__path__):
         module = importlib.import_module(f"fdora.triton.{found.name}")
-        own = (f for name, f in vars(module).items() if name.startswith("plan_") and f.__module__ == module.__name__)
-        yield from (f for f in own if "likes" in inspect.signature(f).parameters)
+        yield from (f for f in vars(module).values() if isinstance(f, Maker) and f.write.__module__ == module.__name__)
 
 
 def test_no_grid_is_larger_than_cuda_starts():

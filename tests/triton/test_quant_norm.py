@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.quant.bnb import UNIT
 from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
-from fdora.triton.quant import plan_quant_norm, quant_norm, stack_norms_of_codes
+from fdora.triton.quant import plan_quant_norm, stack_norms_of_codes
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
@@ -102,7 +102,7 @@ def assert_norm(c, W, A, B, s, limit=1e-6):
 
 def run(case, A, B, s=0.7, squared=False, dense=None):
     if dense is None:
-        return quant_norm(case.coded, case.tensors, A, B, s, squared)
+        return plan_quant_norm.call(A, B, [*case.tensors], s, *written([case.coded]), squared)
     tensors = (A, B, *case.tensors)
     return walk.run(walk.plan_for(plan_dense_norm, tensors, case.coded, dense), tensors, (s,))
 
@@ -369,7 +369,9 @@ def test_a_plan_says_what_it_costs():
     strip, run = strip_config(r, K, 90).SPAN, 64 * run_of(N // 64, K // 64, HOPPER.num_sms)
     for dense, columns in ((None, strip), (torch.bfloat16, run)):
         likes, made = likes_of_norm(coded, r), 2 * N * K if dense else 0
-        plan = plan_dense_norm(likes, HOPPER, coded, dense) if dense else plan_quant_norm(likes, HOPPER, coded, False)
+        plan = (
+            plan_dense_norm(likes, HOPPER, coded, dense) if dense else plan_quant_norm(likes, HOPPER, *written([coded]), False)
+        )
         first, second = plan.steps
         assert columns > 64 and first.cost.flops16 == 2 * N * K * r
         assert first.cost.bytes == stored + 2 * r * (N + K) + 4 * (K // columns) * N + made
@@ -390,7 +392,7 @@ def test_what_does_not_fit_is_refused():
         (bytes_, bytes_._replace(unit=0.5), (64, 64)),
     ):
         with pytest.raises(ValueError, match=r"elements|no kernel"):
-            plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, Coded(shape, form), False)
+            plan_quant_norm(likes_of_norm(Coded((64, 64), have), 8), HOPPER, *written([Coded(shape, form)]), False)
 
 
 def executed(ptx, given, held=(), lane=0):

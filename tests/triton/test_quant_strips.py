@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 
+from fdora.triton.codes import written
 from fdora.triton.hash import WORDS
-from fdora.triton.quant import plan_guarded_quant_norm, plan_stack_norms, quant_norm
+from fdora.triton.quant import plan_guarded_quant_norm, plan_stack_norms
 from fdora.triton.runtime import walk
 from tests import device
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
@@ -53,15 +54,16 @@ def test_every_way_to_call_has_the_same_bits(scales, as_hopper):
     if more:  # as many second scales as its groups need
         more[1] = more[1][: more[1].numel() // 2]
     some = (codes[: codes.numel() // 2], stored[: stored.numel() // 2], *more)
-    assert torch.equal(quant_norm(case.coded._replace(shape=(64, 2816)), some, A, B[:64], 0.7), c[:64])
-    stack = (torch.stack([A, A]), B.view(2, 64, -1), *case.tensors)
-    got = walk.run(walk.plan_for(plan_stack_norms, stack, case.coded), stack, (0.7,))[0]
+    half = case._replace(coded=case.coded._replace(shape=(64, 2816)), tensors=some)
+    assert torch.equal(run(half, A, B[:64]), c[:64])
+    facts = written([case.coded])
+    got = plan_stack_norms.call(torch.stack([A, A]), B.view(2, 64, -1), [*case.tensors], 0.7, *facts)
     assert torch.equal(got.flatten(), c)
     before, unknown = torch.ones_like(c), torch.zeros(WORDS, dtype=torch.int64, device=c.device)
 
     def guarded(fingerprint):
         tensors = (A, B, before, fingerprint, *case.tensors)
-        return walk.run(walk.plan_for(plan_guarded_quant_norm, tensors, case.coded), tensors, (0.7,))
+        return walk.run(walk.plan_for(plan_guarded_quant_norm, tensors, *map(tuple, facts)), tensors, (0.7,))
 
     found, fingerprint = guarded(unknown)
     assert torch.equal(found, c) and torch.equal(guarded(fingerprint)[0], before)

@@ -331,17 +331,17 @@ def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
 
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
-    from fdora.triton.codes import Coded
+    from fdora.triton.codes import Coded, written
     from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
     for form in forms_of_codes() + (ints_of_codes() if N % 8 == K % 64 == 0 else []):
         coded = Coded((N, K), form)
         for squared in (False, True):
-            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (coded, squared)
+            yield plan_quant_norm, likes_of_norm(coded, r, dtype), (*written([coded]), squared)
         for dense in (BF16, FP32):
             yield plan_dense_norm, likes_of_norm(coded, r, dtype), (coded, dense)
             yield plan_dense, likes_of_codes(coded), (coded, dense)
-        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), (coded,)
+        yield plan_guarded_quant_norm, with_state(likes_of_norm(coded, r, dtype), N), tuple(written([coded]))
 
 
 def calls_of_coded_layers(M, N, K, r, dtype):
@@ -575,7 +575,7 @@ def every_call():
 
 def calls_of_many_rows(M):
     """M rows of tokens, of a table, of a weight or of an image, with little in each."""
-    from fdora.triton.codes import Coded
+    from fdora.triton.codes import Coded, written
     from fdora.triton.dequantize import plan_dequantize
     from fdora.triton.quant import plan_stack_norms
 
@@ -597,7 +597,7 @@ def calls_of_many_rows(M):
     yield from calls_of_codes(M, 64, 8, BF16)
     for form in forms_of_codes():
         coded = Coded((M, 64), form)
-        yield plan_dequantize, likes_of_codes(coded), (coded, BF16)
-        yield plan_stack_norms, [alike(2, 8, 64), alike(2, M // 2, 8), *likes_of_codes(coded)], (coded,)
+        yield plan_dequantize, likes_of_codes(coded), (*written([coded]), BF16)
+        yield plan_stack_norms, [alike(2, 8, 64), alike(2, M // 2, 8), *likes_of_codes(coded)], tuple(written([coded]))
     for L, P in ((M, 16), (1, 14 * M)):  # 20 million: 646 points along each axis of a volume
         yield from calls_of_planes(L, 4, P, BF16)

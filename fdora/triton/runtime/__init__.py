@@ -9,4 +9,27 @@ native.py    the walk in C: a plan whose kernels are compiled, as one object tha
 describe.py  a plan as text
 device.py    what a GPU can do
 private.py   every private name of Triton and of the driver
+
+What facades write plans with stands here too.
 """
+
+from fdora.triton.runtime.builder import Builder, asked, named, numbered
+from fdora.triton.runtime.device import Device, cdiv, device_of, grid_of, is_tma_compatible
+from fdora.triton.runtime.plan import Array, Like, Plan, Scalar, Tile
+
+__all__ = [
+    "Array",
+    "Builder",
+    "Device",
+    "Like",
+    "Plan",
+    "Scalar",
+    "Tile",
+    "asked",
+    "cdiv",
+    "device_of",
+    "grid_of",
+    "is_tma_compatible",
+    "named",
+    "numbered",
+]

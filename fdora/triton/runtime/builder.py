@@ -30,6 +30,7 @@ class Builder:
         self.inputs: list[Any] = []  # of Like and None
         self.copies: list[int] = []
         self.scalars: list[str] = []
+        self.forms: dict[str, Any] = {}  # of each result that may be asked for, its shape and dtype; None where it is not
         self.results: list[Allocation] = []
         self.sizes: list[int] = []  # bytes of each temporary
         self.used: list[tuple[int, int]] = []  # its first and last step
@@ -72,6 +73,10 @@ class Builder:
         """(M, N) as tokens are, or (L, N, P) with no gaps."""
         return self.flat(like) if len(like.shape) == 3 else self.tokens(like)
 
+    def rest(self, likes: list[Like | None]) -> list[Like | None]:
+        """What the function that writes the plan reads itself."""
+        return likes
+
     def flat(self, like: Like | None) -> Any:
         """Whatever its shape, as (n,) with no gaps."""
         whole = self._input(like, like is None or like.stride == contiguous(like.shape))
@@ -100,13 +105,9 @@ class Builder:
         self.results.append(Allocation(name, shape, contiguous(shape), dtype))
         return Array(len(self.inputs) + len(self.results) - 1, 0, shape, contiguous(shape), dtype, True)
 
-    def wanted(self, names: Iterable[str], forms: Iterable[Any]) -> list[Any]:
-        """A result for each form, its shape and dtype; None for None."""
-        return [form and self.result(name, *form) for name, form in zip(names, forms, strict=True)]
-
-    def result_tokens(self, name: str, like: int, columns: int, dtype: torch.dtype) -> Array:
-        """With the leading axes of this argument, as (M, columns)."""
-        return self.result(name, (*self.inputs[like].shape[:-1], columns), dtype).flat()
+    def wanted(self) -> list[Any]:
+        """The results as they were declared; None of what is not asked for."""
+        return [form and self.result(name, *form) for name, form in self.forms.items()]
 
     def temp(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, stride: Sequence[int] | None = None) -> Array:
         """In the workspace, for as long as steps use it. Most are sums."""
@@ -199,9 +200,14 @@ class Builder:
         )
 
 
-def asked(forms: Iterable[Any], needs: Iterable[bool]) -> list[Any]:
+def asked(forms: dict[str, Any], needs: Iterable[bool]) -> dict[str, Any]:
     """The forms of results that are needed, None of others."""
-    return [form if need else None for form, need in zip(forms, needs, strict=True)]
+    return {name: form if need else None for (name, form), need in zip(forms.items(), needs, strict=True)}
+
+
+def numbered(name: str, forms: Iterable[Any]) -> dict[str, Any]:
+    """Those of results that each layer has."""
+    return {f"{name}{i}": form for i, form in enumerate(forms)}
 
 
 def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
