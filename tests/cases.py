@@ -1205,3 +1205,9 @@ def rounds(name: str, draw: Callable[[object], Draw]) -> Iterator[float]:
     fresh, kept = FUNCTIONS[name](draw("choices")), Kept()
     for i in range(ROUNDS):
         yield one_round(draw(i), fresh, kept)
+
+
+def run_case(name: str, seed: str, options: Options) -> None:
+    """All rounds of the case of this function that the seed draws."""
+    for _ in rounds(name, lambda part: Draw(random.Random(f"{seed} {part}"), options)):
+        pass

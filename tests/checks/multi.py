@@ -1,7 +1,6 @@
 """What dora_linear_multi promises, against float64 code and against each adapter's own call."""
 
 import itertools
-import random
 from functools import partial, wraps
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from fdora.eager.norm import smallest_bytes
 from fdora.functional import DoraParams, dora_linear, dora_linear_multi, dora_norm, dora_stack, dora_unstack
 from fdora.quant import quantize
 from tests import device, reference
-from tests.cases import Draw, rounds, usual
+from tests.cases import run_case, usual
 from tests.close import assert_exact
 from tests.make import tensors
 
@@ -189,7 +188,7 @@ def dy_of(t, seed=1):
 def cases_agree():
     """Those of tests/cases.py, here also without a look at the offsets."""
     for k in range(24):
-        list(rounds("multi", lambda part: Draw(random.Random(f"{k} {part}"), usual(device.NAME)._replace(largest=40))))
+        run_case("multi", f"{k}", usual(device.NAME)._replace(largest=40))
 
 
 def norms_of_a_bank():
