@@ -820,6 +820,8 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     slots = d.of(1, 2, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
     s = [d.scaling() for _ in range(1 if own else G)] * (G if own else 1)
     p = 0.0 if own or not d.options.dropout else d.of(0.0, 0.3)
+    apart = p > 0 and d.chance(0.5)
+    ratios = [(p, p / 3, 2 * p)[g % 3] if apart else p for g in range(G)]
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
     tokens = (M,) if own else d.lead(M) or (1,)
     # what the bank holds beyond a rank; kernels read it where m is 0, and dm is NaN there
@@ -833,7 +835,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     if own and d.options.rounds and codes[0] and isinstance(block := codes[0]["block"], tuple) and N % block[0]:
         codes[0]["block"] = "row"
     products = {} if act or dtype.itemsize > 2 else asked(d, codes)
-    mode = "none" if not p else "peft" if not products and d.chance(0.3) else "lora"
+    mode = "none" if not p else "peft" if not products and d.chance(0.5) else "lora"
 
     def of_adapter(t: Tensor, name: str, g: int) -> Tensor:
         t = t[g] if own or name in "ABmc" else t
@@ -878,7 +880,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             ).abs()  # codes of dz are those of what was rounded for a gate: by powers of two nothing is
             t["gates"] = e.lay(gates.log2().round().exp2() if products else gates, dtype, "plain")
         drawn = [e.random.getrandbits(62) for _ in range(G)]
-        found = [[Layer(g, s[g], mode=mode, p=p, seed=drawn[g]) for g in range(G)] for _ in shapes]
+        found = [[Layer(g, s[g], mode=mode, p=ratios[g], seed=drawn[g]) for g in range(G)] for _ in shapes]
         how = eight(e, products, codes[0], banks[0][1], M * (slots or 1), N, dtype)
         for z in found[0] if how else ():
             z.eight = how._replace(a=how.a[z.i * own]) if how.a is not None else how
@@ -904,7 +906,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             tensors = [t["x"], *(part[n] for n in "WABm")]
             if own:
                 return [dora_experts(*tensors, s=s[0], gates=t.get("gates"), **more)]
-            more |= {"dropout_p": p, "dropout_mode": mode, "seed": drawn} if p else {}
+            more |= {"dropout_p": ratios if apart else p, "dropout_mode": mode, "seed": drawn} if p else {}
             return [dora_linear_multi(*tensors, s=s, ranks=ranks, **more)]
 
         def compose(f: Callable, t: Tensors, glu: Callable = gated) -> list[Tensor]:
