@@ -84,6 +84,7 @@ FAULTS = [
     ("linear", "~((dy * y).abs().sum(0) <= drowned()", "((dy * y).abs().sum(0) > drowned()", linear),
     ("linear", "matmul(x, W[n].to(t).T) + matmul(h, scaled(B[n], s, t).T)", "matmul(x, W[n].to(t).T)", linear),
     ("linear", "g.abs() < info.tiny / info.eps", "g == 0", linear),
+    ("linear", "torch.finfo(x.dtype)", "torch.finfo(torch.float32)", linear),
     ("linear", "dz = times_g(wide, g, t)", "dz = wide.to(t)", linear),
     ("linear", "through_A = drop(matmul(dh, A.to(t)), seed, dropout.p)", "through_A = matmul(dh, A.to(t))", linear),
     ("linear", "through_A = drop(matmul", "through_A = drop(s * matmul", linear),
