@@ -253,13 +253,15 @@ class Layer:
     codes: QuantWeight | None = None  # what the call has for W
     detach: bool = True
     eight: Eight | None = None
+    at: tuple[int, ...] = ()  # where x begins in a larger input
 
     def mask(self, x: Tensor) -> Tensor:
         """(..., K) of 0 and 1 / (1 - p)."""
         if self.mode == "none":
             return torch.ones_like(x, dtype=torch.float64)
         ones = x.new_ones((x.shape[:-1].numel(), x.shape[-1]), dtype=torch.float64)
-        return drop(ones, torch.tensor(self.seed, device=x.device), self.p).view(x.shape)
+        seed = [self.seed, *self.at] if self.at else self.seed
+        return drop(ones, torch.tensor(seed, device=x.device), self.p).view(x.shape)
 
     def parts(self, t: Tensors) -> list[Tensor | None]:
         return [t.get(f"{n}{self.i}", t.get(n)) for n in "WABmbc"]
@@ -454,11 +456,11 @@ def layers(
                 own["b"] = e.lay(e.normal(N, std=e.of(*biases)), dtypes["b"], layouts["b"])
             tensors |= {f"{n}{i}": own[n] for n in own if has_adapter or n in "Wb"}
             how = eight(e, fresh.options, code, codes, tokens, N, dtype) if has_adapter else None
-            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach, how))
+            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach, how, fresh.at))
             slack += found[-1].look(tensors)
         return tensors, found, slack
 
-    fresh.options = {"dropout_p": p, "dropout_mode": mode} if p else {}
+    fresh.options, fresh.at = {"dropout_p": p, "dropout_mode": mode} if p else {}, ()
     fresh.options |= {} if detach else {"detach": False}
     if tokens:
         fresh.options |= asked(d, [code for *_, code in fixed])
@@ -472,6 +474,12 @@ def seeds(e: Draw, found: list[Layer], fresh: Callable) -> dict:
     return {"seed": [torch.tensor(z.seed, device=e.device) if e.chance(0.5) else z.seed for z in found]}
 
 
+def origin(d: Draw, fresh: Callable) -> dict:
+    """Some inputs with dropout are a part of a larger one."""
+    fresh.at = d.of((), (2**33 + 3, 2**31 + 5)) if "dropout_p" in fresh.options else ()
+    return {"mask_origin": fresh.at} if fresh.at else {}
+
+
 # the functions
 
 
@@ -481,6 +489,7 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
     fresh = layers(d, [(N, K)], dtype, True, tokens=math.prod(lead))
     extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
     ends = [] if {"peft", "fp8"} & set(fresh.options.values()) else [n for n in ("gamma", "residual") if d.chance(0.2)]
+    extra |= origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, (z,), slack = fresh(e)
@@ -519,7 +528,7 @@ def group(d: Draw) -> Callable[[Draw], Problem]:
     M, K, *Ns = d.sizes(d.of(3, 4, 5, 6), zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
     fresh = layers(d, [(N, K) for N in Ns], dtype, False, tokens=math.prod(lead))
-    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)} | origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
@@ -539,10 +548,12 @@ def mlp(d: Draw) -> Callable[[Draw], Problem]:
     M, K, inner, N = d.sizes(4, zero=0.05)
     dtype, lead, layout, act = d.dtype(), d.lead(M), d.layout(), d.of(*ACTS)
     fresh = layers(d, [(inner, K), (inner, K), (N, inner)], dtype, False, (1.0,))
-    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act} | origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
+        for z in found[:2] if fresh.at else ():  # of x, which begins at column 0, and down at the other
+            z.at = (fresh.at[0], 0)
         t["x"] = e.lay(e.normal(*lead, K), dtype, layout)
         more = extra | seeds(e, found, fresh)
 
