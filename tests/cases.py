@@ -253,13 +253,15 @@ class Layer:
     codes: QuantWeight | None = None  # what the call has for W
     detach: bool = True
     eight: Eight | None = None
+    at: tuple[int, ...] = ()  # where x begins in a larger input
 
     def mask(self, x: Tensor) -> Tensor:
         """(..., K) of 0 and 1 / (1 - p)."""
         if self.mode == "none":
             return torch.ones_like(x, dtype=torch.float64)
         ones = x.new_ones((x.shape[:-1].numel(), x.shape[-1]), dtype=torch.float64)
-        return drop(ones, torch.tensor(self.seed, device=x.device), self.p).view(x.shape)
+        seed = [self.seed, *self.at] if self.at else self.seed
+        return drop(ones, torch.tensor(seed, device=x.device), self.p).view(x.shape)
 
     def parts(self, t: Tensors) -> list[Tensor | None]:
         return [t.get(f"{n}{self.i}", t.get(n)) for n in "WABmbc"]
@@ -454,11 +456,11 @@ def layers(
                 own["b"] = e.lay(e.normal(N, std=e.of(*biases)), dtypes["b"], layouts["b"])
             tensors |= {f"{n}{i}": own[n] for n in own if has_adapter or n in "Wb"}
             how = eight(e, fresh.options, code, codes, tokens, N, dtype) if has_adapter else None
-            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach, how))
+            found.append(Layer(i, s, has_adapter, mode, p, e.random.getrandbits(62), codes, detach, how, fresh.at))
             slack += found[-1].look(tensors)
         return tensors, found, slack
 
-    fresh.options = {"dropout_p": p, "dropout_mode": mode} if p else {}
+    fresh.options, fresh.at = {"dropout_p": p, "dropout_mode": mode} if p else {}, ()
     fresh.options |= {} if detach else {"detach": False}
     if tokens:
         fresh.options |= asked(d, [code for *_, code in fixed])
@@ -472,6 +474,12 @@ def seeds(e: Draw, found: list[Layer], fresh: Callable) -> dict:
     return {"seed": [torch.tensor(z.seed, device=e.device) if e.chance(0.5) else z.seed for z in found]}
 
 
+def origin(d: Draw, fresh: Callable) -> dict:
+    """Some inputs with dropout are a part of a larger one."""
+    fresh.at = d.of((), (2**33 + 3, 2**31 + 5)) if "dropout_p" in fresh.options else ()
+    return {"mask_origin": fresh.at} if fresh.at else {}
+
+
 # the functions
 
 
@@ -481,6 +489,7 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
     fresh = layers(d, [(N, K)], dtype, True, tokens=math.prod(lead))
     extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
     ends = [] if {"peft", "fp8"} & set(fresh.options.values()) else [n for n in ("gamma", "residual") if d.chance(0.2)]
+    extra |= origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, (z,), slack = fresh(e)
@@ -519,7 +528,7 @@ def group(d: Draw) -> Callable[[Draw], Problem]:
     M, K, *Ns = d.sizes(d.of(3, 4, 5, 6), zero=0.05)
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
     fresh = layers(d, [(N, K) for N in Ns], dtype, False, tokens=math.prod(lead))
-    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)} | origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
@@ -539,10 +548,12 @@ def mlp(d: Draw) -> Callable[[Draw], Problem]:
     M, K, inner, N = d.sizes(4, zero=0.05)
     dtype, lead, layout, act = d.dtype(), d.lead(M), d.layout(), d.of(*ACTS)
     fresh = layers(d, [(inner, K), (inner, K), (N, inner)], dtype, False, (1.0,))
-    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act}
+    extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2), "act": act} | origin(d, fresh)
 
     def one(e: Draw) -> Problem:
         t, found, slack = fresh(e)
+        for z in found[:2] if fresh.at else ():  # of x, which begins at column 0, and down at the other
+            z.at = (fresh.at[0], 0)
         t["x"] = e.lay(e.normal(*lead, K), dtype, layout)
         more = extra | seeds(e, found, fresh)
 
@@ -820,6 +831,8 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     slots = d.of(1, 2, 2) if own and by == "ids" else 0  # how many experts a token has; 0: one, and no axis of them
     s = [d.scaling() for _ in range(1 if own else G)] * (G if own else 1)
     p = 0.0 if own or not d.options.dropout else d.of(0.0, 0.3)
+    apart = p > 0 and d.chance(0.5)
+    ratios = [(p, p / 3, 2 * p)[g % 3] if apart else p for g in range(G)]
     lead, ranks = (G,) * own, [r if own else d.of(r, max(1, r // 2)) for _ in range(G)]
     tokens = (M,) if own else d.lead(M) or (1,)
     # what the bank holds beyond a rank; kernels read it where m is 0, and dm is NaN there
@@ -833,7 +846,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
     if own and d.options.rounds and codes[0] and isinstance(block := codes[0]["block"], tuple) and N % block[0]:
         codes[0]["block"] = "row"
     products = {} if act or dtype.itemsize > 2 else asked(d, codes)
-    mode = "none" if not p else "peft" if not products and d.chance(0.3) else "lora"
+    mode = "none" if not p else "peft" if not products and d.chance(0.5) else "lora"
 
     def of_adapter(t: Tensor, name: str, g: int) -> Tensor:
         t = t[g] if own or name in "ABmc" else t
@@ -878,7 +891,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             ).abs()  # codes of dz are those of what was rounded for a gate: by powers of two nothing is
             t["gates"] = e.lay(gates.log2().round().exp2() if products else gates, dtype, "plain")
         drawn = [e.random.getrandbits(62) for _ in range(G)]
-        found = [[Layer(g, s[g], mode=mode, p=p, seed=drawn[g]) for g in range(G)] for _ in shapes]
+        found = [[Layer(g, s[g], mode=mode, p=ratios[g], seed=drawn[g]) for g in range(G)] for _ in shapes]
         how = eight(e, products, codes[0], banks[0][1], M * (slots or 1), N, dtype)
         for z in found[0] if how else ():
             z.eight = how._replace(a=how.a[z.i * own]) if how.a is not None else how
@@ -904,7 +917,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
             tensors = [t["x"], *(part[n] for n in "WABm")]
             if own:
                 return [dora_experts(*tensors, s=s[0], gates=t.get("gates"), **more)]
-            more |= {"dropout_p": p, "dropout_mode": mode, "seed": drawn} if p else {}
+            more |= {"dropout_p": ratios if apart else p, "dropout_mode": mode, "seed": drawn} if p else {}
             return [dora_linear_multi(*tensors, s=s, ranks=ranks, **more)]
 
         def compose(f: Callable, t: Tensors, glu: Callable = gated) -> list[Tensor]:
@@ -1205,3 +1218,9 @@ def rounds(name: str, draw: Callable[[object], Draw]) -> Iterator[float]:
     fresh, kept = FUNCTIONS[name](draw("choices")), Kept()
     for i in range(ROUNDS):
         yield one_round(draw(i), fresh, kept)
+
+
+def run_case(name: str, seed: str, options: Options) -> None:
+    """All rounds of the case of this function that the seed draws."""
+    for _ in rounds(name, lambda part: Draw(random.Random(f"{seed} {part}"), options)):
+        pass

@@ -60,16 +60,19 @@ def many(A, B, m):
     return torch.stack([A, -A]), torch.stack([B, 2 * B]), torch.stack([m, 0.5 * m])
 
 
-def multi(x, W, A, B, m, bias, **extra):
+def multi(x, W, A, B, m, bias, s=(S, 2 * S), **extra):
     """Of five tokens, two for each and one for the base layer."""
     tokens = x.numel() // x.shape[-1]
     ends = (torch.arange(1, 3, device=x.device) * (tokens + 1) // 3).to(torch.int32)
-    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], offsets=ends, bias=bias, **extra)
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=s, offsets=ends, bias=bias, **extra)
 
 
-def multi_ids(x, W, A, B, m):
-    ids = (torch.arange(x.numel() // x.shape[-1], device=x.device) + 1) % 3 - 1
-    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], ids=ids)
+def multi_ids(x, W, A, B, m, whose):
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], ids=whose)
+
+
+def multi_offsets(x, W, A, B, m, ends):
+    return F.dora_linear_multi(x, W, *many(A, B, m), s=[S, 2 * S], offsets=ends)
 
 
 def embedded(axis):
@@ -129,9 +132,10 @@ OPS = {
     "mlp": Op(lambda x, W, A, B, m, bias: mlp(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
     "mlp_dropout": Op(mlp_dropped, ("x", *ADAPTER, "bias"), ("x", "seed")),
     "multi": Op(lambda x, W, A, B, m, bias: multi(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
-    "multi_ids": Op(multi_ids, ("x", *ADAPTER), ("x",)),
+    "multi_ids": Op(multi_ids, ("x", *ADAPTER), ("x", "whose")),
+    "multi_offsets": Op(multi_offsets, ("x", *ADAPTER), ()),
     "multi_dropout": Op(
-        lambda x, W, A, B, m, bias, seed: multi(x, W, A, B, m, bias, dropout_p=0.4, seed=seed),
+        lambda x, W, A, B, m, bias, seed, scales: multi(x, W, A, B, m, bias, scales, dropout_p=0.4, seed=seed),
         ("x", *ADAPTER, "bias"),
         ("x", "seed"),
     ),
@@ -159,6 +163,11 @@ def inputs(op, M=5, dtype=None, seed=0):
     t["ids"] = torch.randint(0, 5, (M,), generator=rand).to(device.NAME)
     shapes = {"image": (M, 2, 3, 4), "kernel": (6, 2, 2, 2), "down": (2, 2, 2, 2)}
     t |= {n: torch.randn(shape, generator=rand).to(t["x"]) for n, shape in shapes.items()}
+    t |= {
+        "whose": torch.randint(-1, 2, (M,), generator=rand).to(device.NAME),
+        "scales": torch.randn(2, generator=rand).to(t["x"]),
+    }
+    t["ends"] = torch.randint(M + 1, (2,), generator=rand).sort().values.to(device.NAME, torch.int32)
     names = op.call.__code__.co_varnames[: op.call.__code__.co_argcount]
     return {n: t[n] for n in names}
 
@@ -344,7 +353,7 @@ def test_autocast(dtype, base_dtype):
     assert of_y <= limit and of_gradients <= 2 * limit
 
 
-@pytest.mark.parametrize("name", ["group", "mlp"])
+@pytest.mark.parametrize("name", ["group", "mlp", "multi"])
 def test_autocast_of_layers_together(name):
     op, t = OPS[name], inputs(OPS[name], 128, torch.float32)
     leaves = {n: t[n].requires_grad_() for n in op.trained}
@@ -439,7 +448,8 @@ def test_autocast_leaves_float64_and_the_other_ops_alone():
 # what inductor makes of all others are the ops of these, or torch's own: up to 20 s more each
 INDUCTOR = ("norm", "compose", "linear", "linear_full", "linear_ends", "linear_dropout_peft", "merge")
 # as others of their kind; convolutions: tests/functional/test_conv.py
-UNCOMPILED = ("mlp_dropout", "experts", "experts_mlp", "multi_dropout", "multi_ids", "embedding_rows", "conv", "conv_grouped")
+UNCOMPILED = ("mlp_dropout", "experts", "experts_mlp", "embedding_rows", "conv", "conv_grouped")
+UNCOMPILED += ("multi_dropout", "multi_ids", "multi_offsets")
 
 
 @pytest.mark.parametrize("name", [n for n in OPS if n not in UNCOMPILED])

@@ -57,19 +57,16 @@ def float32_adapters_keep_float32_gradients():
         assert (d.bfloat16().float() != d).float().mean() > 0.9, n
 
 
-def dm_survives_the_two_traps():
-    """A bias of hundreds (Qwen's k bias) and rows with m = 0, in bf16: dm as good as without either."""
-    for trap in ("bias", "zero_m", "tiny_m"):
-        t = tensors(48, 64, 8, (128,), torch.bfloat16, torch.float32, kind="zero_m" if trap == "zero_m" else "plain")
-        if trap == "tiny_m":
-            t["m"][::3] = 1e-39
+def dm_survives_a_magnitude_that_underflows():
+    """Where g, or the output that it scales, is next to nothing in the dtype of y."""
+    for dtype, size in ((torch.bfloat16, 1e-39), (torch.float16, 1e-6)):
+        t = tensors(48, 64, 8, (128,), dtype, torch.float32)
+        t["m"][::3] *= size
         t = tracked(t, "m")
-        bias = (t["bias"].float() + 300).bfloat16() if trap == "bias" else None
-        y, want = call(t, bias=bias), truth(t, "none", bias)
+        y, want = call(t), truth(t, "none", None)
         dy = torch.randn_like(y)
         (got,), (ref,) = (torch.autograd.grad(v, t["m"], dy.to(v.dtype)) for v in (y, want))
-        assert rel_l2(got, ref) <= 5e-3, (trap, rel_l2(got, ref))
-        assert rel_l2(got[::3], ref[::3]) <= 5e-3, (trap, rel_l2(got[::3], ref[::3]))
+        assert rel_l2(got[::3], ref[::3]) <= 1e-3, (dtype, rel_l2(got[::3], ref[::3]))
 
 
 def dm_read_beside_a_bias_loses_its_bound(backend="auto", dtypes=(torch.bfloat16, torch.float32), tokens=(40, 300)):
@@ -116,16 +113,6 @@ def an_infinite_bias_keeps_dm():
         assert rel_l2(got, want) <= 8 * torch.finfo(dtype).eps, (dtype, dead)
 
 
-def fp16_magnitudes_that_underflow_keep_dm():
-    t = tracked(tensors(48, 64, 8, (128,), torch.float16, torch.float32), "m")
-    with torch.no_grad():
-        t["m"][::3] *= 1e-4
-    y, want = call(t), truth(t, "none", None)
-    dy = torch.randn_like(y)
-    (got,), (ref,) = (torch.autograd.grad(v, t["m"], dy.to(v.dtype)) for v in (y, want))
-    assert rel_l2(got[::3], ref[::3]) <= 1e-3, rel_l2(got[::3], ref[::3])
-
-
 def an_empty_row_of_float16_touches_no_other(backend="auto"):
     """W = 0 and B = 0 in a row whose m is not 0: g = m / eps is beyond float16, and all but that row is as with m = 0."""
     how = {"s": 0.7, "backend": backend}
@@ -168,10 +155,9 @@ def float16_that_overflows_is_seen():
 CHECKS = [
     is_at_the_rounding_floor,
     float32_adapters_keep_float32_gradients,
-    dm_survives_the_two_traps,
+    dm_survives_a_magnitude_that_underflows,
     dm_read_beside_a_bias_loses_its_bound,
     an_infinite_bias_keeps_dm,
-    fp16_magnitudes_that_underflow_keep_dm,
     an_empty_row_of_float16_touches_no_other,
     float16_that_overflows_is_seen,
 ]

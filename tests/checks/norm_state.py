@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fdora.functional import NormState, dora_norm, dora_norm_state
+from fdora.quant import quantize
 from tests import device
 from tests.make import tensors
 
@@ -12,8 +13,10 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def inputs(dtype, N=40, K=70, r=20, adapter=None):
-    t = tensors(N, K, r, dtype=dtype, adapter=adapter)
-    return t["W"], t["A"], t["B"]
+    """W, A and B; of a kind of fdora.quant in the place of a dtype W is codes."""
+    coded = isinstance(dtype, str)
+    t = tensors(N, K, r, dtype=torch.float16 if coded else dtype, adapter=adapter)
+    return quantize(t["W"], dtype) if coded else t["W"], t["A"], t["B"]
 
 
 def moved(W, A, B, state, backend, s=S):
@@ -99,7 +102,7 @@ def any_layout(backend, dtype):
                 state, seen = moved(W, a, b, state, backend)
                 assert seen
     W, A, B = inputs(dtype)
-    buffer = torch.zeros(A.numel() + 1, device=A.device, dtype=dtype)
+    buffer = torch.zeros(A.numel() + 1, device=A.device, dtype=A.dtype)
     unaligned = buffer[1:].view(A.shape).copy_(A)
     state, _ = moved(W, unaligned, B, dora_norm_state(W), backend)
     assert not moved(W, unaligned, B, state, backend)[1]
@@ -163,3 +166,4 @@ CHECKS = [
     traced_and_mapped,
     a_captured_graph_decides_on_the_gpu,
 ]
+OF_CODES = [first_call_computes, any_change_is_seen, any_layout, traced_and_mapped, a_captured_graph_decides_on_the_gpu]

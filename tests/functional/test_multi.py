@@ -67,18 +67,6 @@ def test_nothing_is_kept_without_a_gradient():
     assert len(kept) == 1 and (kept[0].data_ptr() == y.data_ptr() or device.NAME != "cpu")
 
 
-def test_autocast():
-    t = case((60, 0, 50), 10, 48, 64, (8, 4, 2), dtype=torch.float32, spread=0.0015)
-    dy = dy_of(t).bfloat16()
-    want = with_gradients(truth, t, dy)
-    with torch.autocast(device.NAME, torch.bfloat16):
-        inside = with_gradients(together, t, dy)
-    assert inside["y"].dtype == torch.bfloat16
-    for n, v in want.items():
-        assert n == "y" or inside[n].dtype == torch.float32
-        assert (inside[n].double() - v).norm() <= 8e-3 * v.norm(), n
-
-
 def test_lengths_and_scalings_are_tensors_that_may_change():
     """The same call with other values: nothing of the first is kept."""
     t = case((4, 0, 3), 2)
@@ -199,42 +187,6 @@ def test_compiled_by_ids_with_a_symbolic_length():
             x = torch.randn(*(n + more for n in lead), 4)
             ids = torch.randint(-1, 2, (x[..., 0].numel(),) if flat else x.shape[:-1])
             assert_exact(compiled(x, ids), call(x, ids))
-
-
-def test_segments_may_be_mapped():
-    """vmap over offsets, over ids, and over banks: each as its own call, with gradients."""
-    t = case((4, 0, 3), 2, bias=False)
-    A, B, m = dora_stack(t.adapters)
-
-    def loss(x, A, B, m, offsets=None, ids=None, s=t.s):
-        y = dora_linear_multi(x, t.W, A, B, m, s=s, offsets=offsets, ids=ids)
-        return (y * torch.arange(1, 7, device=y.device)).square().sum()
-
-    offsets = torch.tensor([[4, 4, 7], [0, 9, 9], [1, 2, 3]], dtype=torch.int32, device=device.NAME)
-    ids = torch.tensor([[0, 1, 2, -1, 0, 1, 2, -1, 0], [-1] * 9, [2, 2, 2, 1, 1, 0, 0, -1, 2]], device=device.NAME)
-    banks = [torch.stack([v, 2 * v, v.flip(0)]) for v in (A, B, m)]
-    s = (torch.tensor([t.s] * 3).double() * torch.arange(1, 4)[:, None]).to(device.NAME)
-    every = range(4)
-    for how, bank, dims in (
-        ({"offsets": offsets}, (A, B, m), (None, None, None)),
-        ({"ids": ids}, (A, B, m), (None, None, None)),
-        ({"offsets": offsets, "s": s}, banks, (0, 0, 0)),
-        ({"ids": ids}, banks, (0, 0, 0)),
-    ):
-
-        def of(x, A, B, m, given):
-            return torch.func.grad(loss, argnums=(0, 1, 2, 3))(x, A, B, m, **given)
-
-        got = torch.func.vmap(of, in_dims=(None, *dims, 0))(t.x, *bank, how)
-        for i in range(3):
-            one = [v if d is None else v[i] for v, d in zip(bank, dims, strict=True)]
-            want = of(t.x, *one, {n: v[i] for n, v in how.items()})
-            for j in every:
-                assert_exact(got[j][i], want[j], f"{list(how)} {j}")
-    one = [v[0] for v in banks]
-    got = torch.func.vmap(lambda x: dora_linear_multi(x, t.W, *one, s=t.s, offsets=offsets[0]))(torch.stack([t.x, -t.x]))
-    assert_exact(got[1], -got[0])
-    assert_exact(got[0], truth(t))
 
 
 def test_norms_of_a_bank_decode_some_rows_at_a_time(monkeypatch):

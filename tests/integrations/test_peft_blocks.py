@@ -10,7 +10,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils.deprecation import deprecate_kwarg
@@ -21,20 +20,17 @@ from fdora.integrations._peft.blocks import Mlp
 from fdora.integrations._peft.patterns import MLP, act_of, gated_of, shares_x
 from fdora.integrations.peft import restore, use_fdora
 from tests.integrations.models import perturb
+from tests.integrations.tiny import llama
 from tests.memory import saved
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", *MLP]
 IDS = torch.arange(24).view(2, 12) % 50
 
 
-def made(targets=TARGETS, dropout=0.0, **config):
+def made(targets=TARGETS, dropout=0.0, **sizes):
     """Two layers with adapters that have moved."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=50, head_dim=16)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **config))
-    model = get_peft_model(model, LoraConfig(r=4, use_dora=True, target_modules=targets, lora_dropout=dropout))
-    return perturb(model)
+    config = LoraConfig(r=4, use_dora=True, target_modules=targets, lora_dropout=dropout)
+    return perturb(get_peft_model(llama(**sizes), config))
 
 
 def step(model):

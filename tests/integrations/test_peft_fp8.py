@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import dora
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
 from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
@@ -30,6 +29,7 @@ from tests.integrations.models import perturb
 from tests.integrations.one_layer import S, step, trained, truth
 from tests.integrations.test_peft_vit import images, output
 from tests.integrations.test_peft_vit import made as vision
+from tests.integrations.tiny import llama
 from tests.memory import saved
 
 K, N, HALF = 256, 384, torch.bfloat16
@@ -415,10 +415,8 @@ def test_what_is_not_rounded():
     assert first(model).base_layer.weight.dtype == HALF
 
 
-def llama():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=50, num_attention_heads=4)
-    base = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).to(device.NAME, HALF)
+def of_blocks():
+    base = llama(hidden_size=128, intermediate_size=256).to(device.NAME, HALF)
     return perturb(get_peft_model(base, LoraConfig(r=8, use_dora=True, target_modules="all-linear")))
 
 
@@ -430,7 +428,7 @@ def test_layers_that_share_x_round_it_once(fuse, monkeypatch):
         noted = partial(lambda fn, x, *a, **how: calls.append(how["grad_compute"]) or fn(x, *a, **how), getattr(opaque, name))
         monkeypatch.setattr(opaque, name, noted)
     for how in (fuse, False):
-        model = use_fdora(llama(), compute="fp8", grad_compute="fp8", fuse=how)
+        model = use_fdora(of_blocks(), compute="fp8", grad_compute="fp8", fuse=how)
         calls.clear()
         out = model(input_ids=ids(), labels=ids())
         out.loss.backward()
@@ -440,7 +438,7 @@ def test_layers_that_share_x_round_it_once(fuse, monkeypatch):
     for got, want in zip(*outs, strict=True):  # a sum in another order is another code now and then
         assert rel_l2(got, want) < 6e-2
     assert "in 14 of 14 layers" in str(report(model))
-    found = calls_of(use_fdora(llama(), compute="fp8", fuse=fuse))
+    found = calls_of(use_fdora(of_blocks(), compute="fp8", fuse=fuse))
     assert {(call.fn.__name__, call.kwargs["compute"]) for call in found} == {
         (name, "fp8") for name in ("dora_linear_group", "dora_linear", "dora_mlp")
     }

@@ -1,11 +1,9 @@
 """A slice of tests/cases.py on the kernels: outputs and gradients against float64, bits from call to call, any strides and sizes."""
 
-import random
-
 import pytest
 
 from tests import device
-from tests.cases import Draw, rounds, usual
+from tests.cases import run_case, usual
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 from tests.triton.written import by_tma, launches
 
@@ -31,7 +29,7 @@ def test_a_slice(name):
     for k in range(COUNTS[name]):
         # few tokens and many, tiles that are filled and ragged ones; now and then a long axis, which takes more than one
         size = drawn._replace(largest=300 if k % 6 == 5 else drawn.largest)
-        assert max(rounds(name, lambda part: Draw(random.Random(f"{name} {k} {part}"), size))) <= 1
+        run_case(name, f"{name} {k}", size)
 
 
 @pytest.mark.skipif("device.NAME != 'cpu'", reason="a GPU chooses TMA by itself; runs on a CPU with TRITON_INTERPRET=1")
@@ -44,6 +42,6 @@ def test_tiles_by_tma(name, as_hopper, monkeypatch):
     monkeypatch.setattr(product, "product_way", lambda *shape: Way("fused", fused_config(*shape), 0.0))
     plans, drawn, steps = as_hopper(), usual(device.NAME, "triton")._replace(dtypes=["fp16"], largest=300, whole=8), []
     for k in range(8):
-        assert max(rounds(name, lambda part: Draw(random.Random(f"{name} {k} {part}"), drawn))) <= 1
+        run_case(name, f"{name} {k}", drawn)
         steps += [step for plan in plans.values() for step in launches(plan, "gemm") if by_tma(step)]
     assert len(steps) > 8 and (name != "group" or any("accumulate" in step.constexprs for step in steps))

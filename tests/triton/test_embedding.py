@@ -6,7 +6,7 @@ import torch
 import fdora
 from fdora.functional import dora_embedding, dora_norm
 from tests import device, reference
-from tests.checks.embedding import CHECKS, S, numbers, table
+from tests.checks.embedding import S, numbers, table
 from tests.close import rel_l2
 from tests.make import grads
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
@@ -56,15 +56,6 @@ def test_rows_of_zeros():
     W[2] = A[:, 2] = 0
     y = dora_embedding(torch.tensor([2, 1], device=device.NAME), W, A, B, m, s=S, norm_axis=1, backend="triton")
     assert (y[0] == 0).all() and y[1].isfinite().all()
-
-
-@pytest.mark.skipif(
-    "device.NAME == 'cpu'",
-    reason="the promises in full, in float64 too, need both backends on one device; runs with --device cuda",
-)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
-def test_promises_on_the_gpu(check):
-    check()
 
 
 @needs_gpu

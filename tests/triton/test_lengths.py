@@ -155,12 +155,11 @@ def test_kernels_are_compiled_in_threads_as_a_walk_asks_for_them(aligned, compil
 def test_a_warm_up_runs_each_form_of_layer_with_few_lengths(kernels_everywhere, chosen_anew, monkeypatch):
     """After it no length of these starts a kernel that was not started before, and the model is what it was."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from fdora.integrations.peft import use_fdora
+    from tests.integrations.tiny import llama
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))
+    base = llama(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
     model = get_peft_model(base, LoraConfig(r=4, use_dora=True, target_modules="all-linear"))
     model = use_fdora(model.to(device.NAME, HALF[0]))
     ran, run = [], ahead.Ahead.run

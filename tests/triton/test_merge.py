@@ -1,11 +1,9 @@
 """The merge kernel against the truth: interpreted on a CPU (TRITON_INTERPRET=1), or for real with --device cuda."""
 
-import pytest
 import torch
 
 from fdora.functional import dora_merge, dora_norm, dora_unmerge
 from tests import device, reference
-from tests.checks.merge import CHECKS
 from tests.close import rel_l2
 from tests.make import large, tensors
 from tests.triton.marks import DTYPES, INTERPRETED, needs_gpu, needs_kernels  # noqa: F401
@@ -47,15 +45,6 @@ def test_the_start_comes_back_bit_for_bit():
         t["B"].zero_()
         t["m"] = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="triton")
         assert torch.equal(triton_merge(t), t["W"])
-
-
-@pytest.mark.skipif(
-    "device.NAME == 'cpu'",
-    reason="the promises in full, in float64 too, need both backends on one device; runs with --device cuda",
-)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
-def test_promises_on_the_gpu(check):
-    check()
 
 
 @needs_gpu

@@ -9,7 +9,7 @@ from fdora.functional import dora_stack
 from fdora.triton import multi
 from fdora.triton.runtime import walk
 from tests import device
-from tests.checks.multi import APART, SEEDS, case, dy_of, places, together, truth, with_gradients
+from tests.checks.multi import case, dy_of, places, together, truth, with_gradients
 from tests.close import rel_l2
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.written import kernels
@@ -178,15 +178,3 @@ def test_the_kernels_are_what_the_backend_runs(chosen_anew):
     with fdora.backend("triton"):
         together(t)
     assert {p.name for p in walk._plans.values()} == {"dora_linear_multi forward", "norms of a bank"}
-
-
-@pytest.mark.parametrize("mode", ["lora", "peft"])
-@pytest.mark.parametrize("shape", ["few", "many"])
-def test_each_adapter_has_its_ratio_of_dropout(shape, mode):
-    """In the pass that drops x, and in those behind the products."""
-    t = drawn(shape, torch.float32, None, "offsets", True)
-    dy, G = dy_of(t), len(t.adapters)
-    how = {"dropout_p": [APART[g % 3] for g in range(G)], "dropout_mode": mode, "seed": [SEEDS[g % 3] for g in range(G)]}
-    got, want = (with_gradients(lambda t, name=name: together(t, backend=name, **how), t, dy) for name in ("triton", "eager"))
-    for n, v in got.items():
-        torch.testing.assert_close(v, want[n], rtol=1e-4, atol=1e-4, msg=n)

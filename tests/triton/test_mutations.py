@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.util
-import random
 from pathlib import Path
 
 import pytest
 
 import fdora.triton.kernels
 from tests import device
-from tests.cases import Draw, rounds, usual
+from tests.cases import run_case, usual
 from tests.test_mutations import swap as swap_functions
 from tests.triton.marks import INTERPRETED  # noqa: F401 (read by the mark)
 
@@ -86,7 +85,7 @@ def caught_by(name, most=30, drawn=None, first=0):
     drawn = drawn or usual(device.NAME, "triton")._replace(largest=40)
     for k in dict.fromkeys((first, *range(most))):
         try:
-            list(rounds(name, lambda part: Draw(random.Random(f"fault {k} {part}"), drawn)))
+            run_case(name, f"fault {k}", drawn)
         except Exception as error:  # a wrong result, or a kernel that no longer runs
             return f"case {k}: {error}"
     return None
