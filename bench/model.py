@@ -36,6 +36,7 @@ from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
 from bench.rivals import COMPOSED, adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
+from bench.suite import shown as tables
 from bench.table import pivot, side_by_side
 from bench.ways import S
 
@@ -373,12 +374,8 @@ def measure(run: Run) -> None:
 
 
 def shown(result: dict) -> str:
-    lines = [markdown(result)]
-    for name, p in result.get("sweep", {}).get("exponents", {}).items():
-        for part in (p, p["upper"]):
-            of = f"time ~ size^{part['ms']}, memory ^{part['peak_mb']}"
-            lines.append(f"{name}, {part['from']} to {part['to']}: {of}")
-    return "\n".join(lines)
+    trees = (tables(result[part]) for part in ("agreement", "norms", "sweep") if result.get(part))
+    return "\n\n".join([markdown(result), *trees])
 
 
 def judged(run: Run) -> None:

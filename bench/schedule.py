@@ -142,7 +142,6 @@ def measure(run):
     run.set("capacity", "depth", "multiple", "samples", "batches")
     run.add(*rows(spec, a.batches, a.samples))
     run.add(*(timed(spec, a.total, a.samples) if a.total else ()), part="times")
-    print("\n" + markdown(run.result))
 
 
-main = Suite(measure, OPTIONS, device=None)
+main = Suite(measure, OPTIONS, device=None, show=markdown)

@@ -213,7 +213,7 @@ def shown(result: dict) -> str:
     rows = result["rows"]
     tables = {
         "near": lambda some: "\n\n".join(near_table(some, dtype) for dtype in HALVES),
-        "spread": lambda some: spread_table(some, False),
+        "spread": lambda some: "\n\n".join(spread_table(some, layers) for layers in (False, True)),
         "timeline": timeline_table,
     }
     by_study = {name: [row for row in rows if row["study"] == name] for name in STUDIES}
