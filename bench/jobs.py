@@ -59,7 +59,6 @@ from bench.jobs_model import (
 from bench.rivals import fill
 from bench.schedule import KINDS
 from bench.suite import One, Run, Some, Suite
-from bench.table import columns
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, Wire, connect, run_pipeline, select_state, train_step, works_of
@@ -429,17 +428,6 @@ def measure(run: Run) -> None:
     (one_process if options.world == 1 else pipeline)(run, jobs)
 
 
-COLUMNS = {"samples": "{kind}", "way": "{way}", "s": "{seconds:.3f}", "samples/s": "{samples_per_s:.1f}"}
-COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", "of LoRA's time": "{lora:.3f}", "of padded LoRA's": "{padded:.3f}"}
-COLUMNS |= {"peak, MB": "{peak_mb:.0f}", "of LoRA's peak": "{peak:.3f}", "microbatches": "{microbatches}"}
-PARTS = {"way": "{way}"} | {f"{part}, s": f"{{{part}_s:.3f}}" for part in ("forward", "backward", "update")}
-
-
-def markdown(result: dict) -> str:
-    found = [columns(result["rows"], COLUMNS)]
-    return "\n\n".join([*found, *([columns(result["breakdown"], PARTS)] if "breakdown" in result else [])])
-
-
 OPTIONS = {
     "--layers": 4,
     "--r": 16,
@@ -454,4 +442,4 @@ OPTIONS = {
 }
 
 
-main = Suite(measure, OPTIONS, runs=5, seconds=600.0, world=1, ahead=ahead, show=markdown)
+main = Suite(measure, OPTIONS, runs=5, seconds=600.0, world=1, ahead=ahead)

@@ -362,7 +362,7 @@ def one_layer() -> str:
 def convergence() -> str:
     parts, target = [], converge.TARGET
     for (machine, settings), rows in converged().items():
-        parts += [f"### {machine}", f"{settings}.", converge.markdown(rows)]
+        parts += [f"### {machine}", f"{settings}.", shown(rows)]
         for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
             mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
             apart, fdora, peft = (
@@ -441,13 +441,10 @@ QUANTISED = (
 VISION = "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted."
 SERVING = "One layer of a server, GPU time over that of vLLM's kernels for LoRA, lowest to highest of shapes and ranks."
 NEAR = (
-    "What six ways to compose lose where g is near 1: relative error of what is added to base, and in brackets of the output "
-    "where that is over twice what rounding it costs."
+    "What six ways to compose lose where g is near 1: relative error of what is added to base, and of the output, beside "
+    "what rounding them costs."
 )
-SPREAD = (
-    "g of all 36 linears of the demo's model, pretrained and then really trained: what 16 bits lose of it. Below, the layers "
-    "after the last step."
-)
+SPREAD = "g of all 36 linears of the demo's model, pretrained and then really trained: what 16 bits lose of it."
 ADVICE = (
     "From the measurements above of Qwen3's layers on an H200: time over LoRA's in the same run. The advice follows from its "
     'row by rule: the fastest way that computes PEFT\'s function, and `dropout_mode="lora"`, which computes another in '

@@ -258,7 +258,7 @@ class Suite:
     quick: Mapping[str, Any] = field(default_factory=dict)
     ahead: Callable[[argparse.Namespace], tuple[Callable[..., None], Iterable[tuple]]] | None = None
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
-    show: Callable[[dict[str, Any]], str] = lambda result: "\n\n".join(shown(each) for each in parts(result))
+    show: Callable[[dict[str, Any]], str] = lambda result: tables(result)
     judge: Callable[[Run], None] = lambda run: None
 
     def __post_init__(self) -> None:
@@ -316,6 +316,10 @@ def parts(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [each for each in result.values() if records.is_rows(each)]
 
 
+def tables(result: dict[str, Any]) -> str:
+    return "\n\n".join(map(shown, parts(result)))
+
+
 def shown(part: list[dict[str, Any]] | dict[str, Any]) -> str:
     """Rows in one table, or the branches of a tree; a metric that is by way has a column for each."""
     if isinstance(part, dict):
@@ -329,6 +333,6 @@ def flattened(row: Mapping[str, Any], *under: str) -> Iterator[tuple[str, Any]]:
     """Without curves, and without what is not of a way but of each of its parts."""
     for key, value in row.items():
         if isinstance(value, dict):
-            yield from flattened(value, *under, key) if key not in ("error", "kernels", "paths") else ()
+            yield from flattened(value, *under, key) if under not in (("error",), ("kernels",)) else ()
         elif not isinstance(value, list) or 0 < len(value) < 5:
             yield " ".join([*under[1:], key, *under[:1]]), float(f"{value:.6g}") if isinstance(value, float) else value

@@ -26,8 +26,7 @@ from bench.clock import free
 from bench.decoder import adapters, apart, compile_each, judge, wall_and_peak
 from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
-from bench.suite import COMPILED, One, Run, Some, Suite, compilations
-from bench.table import columns
+from bench.suite import COMPILED, One, Run, Some, Suite, compilations, tables
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
 
@@ -140,14 +139,6 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
-COLUMNS = {"": "{mode} of {batch}, {way}, {how}", "ms": "{ms}", "images / s": "{images_per_s}", "peak, MB": "{peak_mb}"}
-COLUMNS |= {"kernels a layer": "{kernels_per_layer}", "ms in kernels": "{gpu_ms}"}
-
-
-def markdown(result: dict) -> str:
-    return columns([row | {"how": "compiled" if row["compiled"] else "eager"} for row in result["rows"]], COLUMNS)
-
-
 OPTIONS = {
     "--layers": (8, "the model has 40, all alike"),
     "--batch": (int, "256 for inference and 64 for the gradient, if not given"),
@@ -183,7 +174,7 @@ def measure(run: Run) -> None:
 
 
 def shown(result: dict) -> str:
-    return "\n".join([markdown(result), *summary(result["rows"])])
+    return "\n\n".join([tables(result), *summary(result["rows"])])
 
 
 def judged(run: Run) -> None:
