@@ -7,12 +7,10 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from bench.converge import TARGET
-from bench.records import CASE, is_rows, names, result
+from bench.records import is_rows, measured, names, result, where
 from bench.table import table
 from bench.ways import NAMES, RIVALS
 
-# Of all else that is measured less is not better, or it is no way's own.
-UNITS, BESIDE = ("ms", "us", "peak_mb"), ("first_ms", "issue_ms", "least_ms", "roof_ms")
 QLORA = ("linear4bit", "qlora", "qdora", "unsloth_qlora", "axolotl_qlora", "axolotl_qdora")
 # Beside ways of fdora, which are called so: forms of the norm, and ways to decode for it.
 OWN = (("dense", "triton"), ("dense", "tiles"), ("dense", "codes"), ("decode", "dequantize"), ("decode", "dequantize_norm"))
@@ -41,26 +39,6 @@ def duels(contests: Iterator[Contest]) -> Iterator[Duel]:
             for what, values in fields.items():
                 if rival in values and mine in values:
                     yield Duel(what.format(NAMES.get(mine, mine)), rival, case, values[rival], values[mine])
-
-
-def where(row: dict) -> str:
-    """The case of a row."""
-    case = {key: value for key, value in row.items() if key in CASE and key not in ("way", "form") and value != ""}
-    return ", ".join(f"{key} {value}" for key, value in case.items())
-
-
-def measured(rows: Sequence[dict]) -> Iterator[tuple[dict, dict[str, dict[str, float]]]]:
-    """A row of each case, and its values by what was measured and by way."""
-    cases: dict[tuple, tuple[dict, dict]] = {}
-    for i, row in enumerate(rows):
-        own = row.get("way") or row.get("form")
-        _, fields = cases.setdefault((where(row), None if own else i), (row, {}))
-        for key in (key for key in row if key.endswith(UNITS) and key not in BESIDE):
-            of_ways = {own: row[key]} if own else row[key] if isinstance(row[key], dict) else {}
-            for way, value in of_ways.items():
-                for part, each in (value if isinstance(value, dict) else {"": value}).items():
-                    fields.setdefault(f"{part} {key}".strip(), {})[way] = each
-    yield from cases.values()
 
 
 def met(rival: str, mine: str) -> bool:

@@ -184,6 +184,8 @@ def measure(run):
         run.set(summary=summarize(run.result["rows"]) | {"skipped": []})
         free(run.options.device)
     run.set(summary=summarize(run.result["rows"]) | {"skipped": run.result["skipped"]})
+    for each in run.result["summary"]["wrong"]:
+        print(f"\nwrong: {each}")
     run.end("fdora")
 
 

@@ -35,9 +35,8 @@ from bench import decoder
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
 from bench.rivals import COMPOSED, adapted, paths
-from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
+from bench.suite import COMPILED, One, Run, Some, Suite, beside_lora, compilations, numbers, stack
 from bench.suite import shown as tables
-from bench.table import pivot, side_by_side
 from bench.ways import S
 
 ARCHITECTURES, VISION = decoder.SIZES["causal"], decoder.SIZES["vision"]
@@ -338,17 +337,6 @@ def fit(points: list[dict], over: str) -> dict:
     return found
 
 
-def markdown(result: dict) -> str:
-    """One line per case; of each way ms, tokens/s and MB."""
-    own = ("way", "ms", "peak_mb", "tokens_per_s")
-    found = pivot(
-        result["rows"],
-        lambda row: (", ".join(f"{k} {v}" for k, v in row.items() if k not in own),),
-        lambda row: f"{row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f}",
-    )
-    return side_by_side([""], found, "{}: ms / tokens/s / MB")
-
-
 OPTIONS = {
     **stack(4, WAYS, many=True, more=COMPOSED),
     "--model": One(ARCHITECTURES, "qwen3-8b"),
@@ -375,7 +363,7 @@ def measure(run: Run) -> None:
 
 def shown(result: dict) -> str:
     trees = (tables(result[part]) for part in ("agreement", "norms", "sweep") if result.get(part))
-    return "\n\n".join([markdown(result), *trees])
+    return "\n\n".join([beside_lora(result["rows"]), *trees])
 
 
 def judged(run: Run) -> None:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from bench import converge, model
 from bench.all import TABLE
-from bench.duels import losses, where
+from bench.duels import losses
 from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
-from bench.records import names, result
+from bench.records import names, result, where
 from bench.suite import shown
 from bench.table import table
 
@@ -439,7 +439,7 @@ QUANTISED = (
     "layer through PEFT. A mean is geometric; below 1 the first is faster."
 )
 VISION = "DINOv2's ViT-g/14, 224 x 224, half precision, random weights, every linear of its blocks adapted."
-SERVING = "One layer of a server, GPU time over that of vLLM's kernels for LoRA, lowest to highest of shapes and ranks."
+SERVING = "One layer of a server: GPU time in ms, and its ratio to that of vLLM's kernels for LoRA."
 NEAR = (
     "What six ways to compose lose where g is near 1: relative error of what is added to base, and of the output, beside "
     "what rounding them costs."

@@ -33,8 +33,7 @@ from torch import Tensor
 from bench.checkouts import RIVAL_PATH, Slots, vllm_lora
 from bench.clock import medians_of
 from bench.multi import CACHE, Bank, lengths_of
-from bench.suite import Some, Suite, shapes, shown
-from bench.table import side_by_side
+from bench.suite import Some, Suite, shapes
 from bench.truth import norm_of, rel_l2, some
 from bench.ways import BF16, S, Way, away, checked, in_turns, ratios
 from fdora.functional import dora_linear_multi
@@ -200,17 +199,6 @@ def compile_case(case: Case, device: str, rival_path) -> None:
             build(name, layer, rival_path).forward()
 
 
-def markdown(result: dict) -> str:
-    """Times over vllm_lora's: the lowest and the highest of all shapes and ranks. And how long g of a model takes."""
-    rows = [row for row in result["rows"] if row["kind"] == "serve"]
-    loads, found = [row for row in result["rows"] if row["kind"] == "load"], {}
-    for case in dict.fromkeys((row["M"], row["G"]) for row in rows):
-        of = [row["ratio"] for row in rows if (row["M"], row["G"]) == case]
-        each = {way: [ratio[f"{way}/vllm_lora"] for ratio in of if f"{way}/vllm_lora" in ratio] for way in WAYS}
-        found[case] = {way: f"{min(shares):.2f} to {max(shares):.2f}" for way, shares in each.items() if shares}
-    return f"{side_by_side(['tokens', 'adapters'], found)}\n\n{shown(loads)}"
-
-
 OPTIONS = {
     "--shapes": ([(4096, 4096), (4096, 14336), (14336, 4096), (5120, 27648)], "K x N"),
     "--r": [16, 64],
@@ -245,4 +233,4 @@ def measure(run):
     run.end("plugin", "idle", "multi_ids", "serve", "load")
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead, show=markdown)
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)

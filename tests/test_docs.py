@@ -535,9 +535,9 @@ def test_training_steps_are_lost_and_won_too():
     runs = [records.result(name)["rows"] for name in records.names("steps")]
     cases = [{(x["model"], x["S"], x["r"], x["mode"], x["compiled"]) for x in rows} for rows in runs]
     models = {model for each in cases for model, *_ in each}
-    assert sum(page.count(f"\n| {model}, S ") for model in models) == sum(map(len, cases)) >= 96
+    assert sum(page.count(f"\n| model {model}, S ") for model in models) == sum(map(len, cases)) >= 96
     unfused = sum(any(x["way"] == "use_fdora" for x in rows) for rows in runs)
-    assert page.count(" | use_fdora | ") == unfused
+    assert page.count(" | use_fdora ms | ") == unfused
     issued = shown_rows("h200/issue_time")
     assert [row["use_fdora forward ms"] for row in issued] == [
         six(x["ms"]["use_fdora"]["forward"]) for x in load("issue_time")["runs"]
