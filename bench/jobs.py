@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from bench.clock import free, synchronize
+from bench.decoder import apart
 from bench.jobs_model import (
     CLIP,
     LINEARS,
@@ -342,12 +343,6 @@ def build(way: str, jobs: Jobs, ways: dict):
     return Peft(jobs, way != "peft_lora", way == "fdora_alone")
 
 
-def relative(mine, truth) -> float:
-    """Of all tensors of a dict together."""
-    top = sum((mine[k].double().flatten() - t.double().flatten()).square().sum() for k, t in truth.items())
-    return float((top / sum(t.double().square().sum() for t in truth.values())).sqrt())
-
-
 def once(way, jobs: Jobs, upto: str = "step") -> tuple[float, float, float]:
     """Wall seconds, and those of the host; peak MB beyond what was there."""
     way.ready()
@@ -407,7 +402,8 @@ def one_process(run: Run, jobs: Jobs) -> None:
         losses, truth = ways["peft_dora"].gradients(probe)
         for way in [way for way in ways if way in ("fdora_alone", "fdora_together", "separate")]:
             mine, grads = ways[way].gradients(probe)
-            agreement[way] = {"losses": relative({"": mine}, {"": losses}), "gradients": relative(grads, truth)}
+            flat = [torch.cat([each[name].flatten() for name in truth]) for each in (grads, truth)]
+            agreement[way] = {"losses": apart(mine, losses)["relative"], "gradients": apart(*flat)["relative"]}
         print(agreement, flush=True)
     free(options.device)
     for mix in options.mixes:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fdora
-from bench import decoder
+from bench import decoder, records
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
 from bench.rivals import COMPOSED, adapted, paths
@@ -50,7 +50,7 @@ SWEEPS = {
     "width": (1024, 2048, 4096, 8192, 16384, 28672),
 }
 SWEEP_VOCABULARY = 1024
-OWN = "against_its_own_eager_way"
+OWN, EXACT = "against_its_own_eager_way", "one_layer_against_float32"
 
 
 def network(options, layers: int, width: int | None = None) -> nn.Module:
@@ -253,7 +253,7 @@ class Bench:
             found = {against(way): compare(runs[way], truth) for way in mine}
             for own in self.run.failed.attempt([OWN], lambda _: eagerly(first, fits), at({"adapter": adapter})).values():
                 found[OWN] = compare(first, own)
-            found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
+            found[EXACT] = one_layer(self.options, adapter, first.tokens)
             first.of(
                 "step_8" if fits else "step_8_checkpointing"
             )()  # as it will be timed: the paths of its calls are counted, too
@@ -304,15 +304,6 @@ class Bench:
 def against(way: str) -> str:
     """Where the agreement of a way with PEFT's DoRA is kept."""
     return "_".join(filter(None, (way.removeprefix("peft_fdora").strip("_"), "against_peft_dora")))
-
-
-def fdoras(agreement: dict) -> dict[str, dict]:
-    """What fdora is compared with in one dtype, beside the float32 run: the comparisons by name."""
-    said = {"": "PEFT's DoRA", "fused": "PEFT's DoRA, fuse=True"}
-    kinds = {key: key.removesuffix("against_peft_dora").strip("_") for key in agreement if key.endswith("against_peft_dora")}
-    found = {said.get(kind, f"PEFT's DoRA, {kind}"): agreement[key] for key, kind in kinds.items()}
-    found |= {"its own eager way": agreement[OWN]} if OWN in agreement else {}
-    return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
 
 
 def exponents(rows: list[dict], over: str) -> dict[str, dict]:
@@ -367,11 +358,12 @@ def shown(result: dict) -> str:
 
 
 def judged(run: Run) -> None:
-    apart = {
-        f"{against}, {adapter} adapters": {name: each["relative"] for name, each in parts.items()}
-        for adapter, found in run.result["agreement"].items()
-        for against, parts in fdoras(found).items()
-    }
+    """The float32 run says how much bf16 loses, which is nobody's failure."""
+    apart: dict[str, dict[str, float]] = {}
+    for each in records.tree_lines("", [], run.result["agreement"]):
+        *where, part = each["at"] or [""]
+        if "relative" in each["values"] and EXACT not in where:
+            apart.setdefault(", ".join(where), {})[part] = each["values"]["relative"]
     judge(apart, MOST_APART[run.options.dtype], run.failed, decoder.left(run.result["paths"], run.options))
 
 
