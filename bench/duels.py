@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
+from operator import itemgetter
 from typing import NamedTuple
 
 from bench.converge import TARGET
@@ -23,22 +24,6 @@ class Contest(NamedTuple):
     case: str
     fields: Mapping[str, Mapping[str, float]]
     pairs: Sequence[tuple[str, str]]
-
-
-class Duel(NamedTuple):
-    what: str
-    rival: str
-    case: str
-    theirs: float
-    mine: float
-
-
-def duels(contests: Iterator[Contest]) -> Iterator[Duel]:
-    for case, fields, pairs in contests:
-        for rival, mine in pairs:
-            for what, values in fields.items():
-                if rival in values and mine in values:
-                    yield Duel(what.format(NAMES.get(mine, mine)), rival, case, values[rival], values[mine])
 
 
 def met(rival: str, mine: str) -> bool:
@@ -114,16 +99,18 @@ def losses() -> str:
     groups = {}
     for name in names():
         family = FAMILIES.get(name.split("/")[1].split("_")[0])
-        for duel in duels(family(result(name))) if family else ():
-            groups.setdefault((name, duel.what, duel.rival), []).append(duel)
+        for case, fields, pairs in family(result(name)) if family else ():
+            for (rival, mine), (what, values) in product(pairs, fields.items()):
+                if rival in values and mine in values:
+                    group = groups.setdefault((name, what.format(NAMES.get(mine, mine)), rival), [])
+                    group.append((values[rival], values[mine], case))
     lines, total = [], 0
     for (name, what, rival), each in groups.items():
-        lost = [duel for duel in each if duel.theirs < duel.mine]
+        lost = [(mine / theirs, case) for theirs, mine, case in each if theirs < mine]
         total += len(lost)
         if lost:
-            worst = max(lost, key=lambda duel: duel.mine / duel.theirs)
-            share = f"{len(lost)} of {len(each)}", f"{worst.mine / worst.theirs:.2f}"
-            lines.append([name, what, NAMES.get(rival, rival), *share, worst.case])
+            worst, case = max(lost, key=itemgetter(0))
+            lines.append([name, what, NAMES.get(rival, rival), f"{len(lost)} of {len(each)}", f"{worst:.2f}", case])
     head = ["results", "what", "against", "lost", "worst, times the rival's", "there"]
     said = f"fdora loses {total} of {sum(map(len, groups.values()))} comparisons of a time, a peak or an error with another's"
     return f"{said}:\n\n{table(head, lines)}"

@@ -43,7 +43,19 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import decoder, rivals
 from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
+from bench.decoder import (
+    DTYPES,
+    LINEARS,
+    MOST_APART,
+    adapted_as,
+    adapters,
+    agreement,
+    call,
+    compiled_forward,
+    judge,
+    left,
+    timed_as,
+)
 from bench.packed import nf4_linears
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, beside_lora, stack
@@ -189,11 +201,6 @@ def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
     target = torch.randn(1, min(options.loss_tokens, cell.S), width, device=options.device)
     for way in ways.values():
         way.feed(x, target)
-
-
-def agreement(mine: Way, theirs: Way) -> dict[str, float]:
-    """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
-    return {name: float(f"{each['relative']:.3g}") for name, each in decoder.agreement(mine, theirs).items()}
 
 
 # clocks
