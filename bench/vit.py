@@ -87,10 +87,10 @@ def agreement(options) -> dict[str, dict[str, float]]:
     images = pixels(2 if options.device == "cpu" else MODES["gradient"], options)  # kernels that will be timed
     values = {f"blocks.{name}": parts for name, parts in values.items()}
 
-    def results(way: str, base: Vit, values: dict, images: Tensor) -> Tensor:
+    def results(way: str, base: Vit, values: dict, images: Tensor) -> dict[str, Tensor]:
         run = Compared(way, base, values)
-        y, out = run.of("inference", images)(), run.of("gradient", images)()
-        return [t.float() for t in (y, *out)]
+        y, gradients = run.of("inference", images)(), run.of("gradient", images)()
+        return {"output": y, "gradients": torch.cat([t.flatten() for t in gradients])}
 
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     truth = results("peft_dora", copy.deepcopy(base).float(), exact, images.float())
@@ -98,8 +98,7 @@ def agreement(options) -> dict[str, dict[str, float]]:
     for way in options.ways:
         if "dora" in way:
             got = results(way, base, values, images)
-            flat = [torch.cat([t.flatten() for t in each[1:]]) for each in (got, truth)]
-            found[way] = {"output": apart(got[0], truth[0])["relative"], "gradients": apart(*flat)["relative"]}
+            found[way] = {part: apart(t, truth[part])["relative"] for part, t in got.items()}
     return found
 
 
