@@ -538,6 +538,10 @@ def test_training_steps_are_lost_and_won_too():
     assert sum(page.count(f"\n| model {model}, S ") for model in models) == sum(map(len, cases)) >= 96
     unfused = sum(any(x["way"] == "use_fdora" for x in rows) for rows in runs)
     assert page.count(" | use_fdora ms | ") == unfused
+    ms = {("model {model}, S {S}, r {r}, mode {mode}".format(**x), x["way"]): x["ms"] for x in load("steps")["rows"]}
+    for row in shown_rows("h200/steps"):
+        share = ms[row["case"], "use_fdora"] / ms[row["case"], "peft_lora"]
+        assert row["use_fdora ms of LoRA's"] == str(round(share, 3)), row["case"]
     issued = shown_rows("h200/issue_time")
     assert [row["use_fdora forward ms"] for row in issued] == [
         six(x["ms"]["use_fdora"]["forward"]) for x in load("issue_time")["runs"]
