@@ -30,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 from bench import records
+from bench.suite import Some, add_options
 from bench.table import table
 
 ROOT = Path(__file__).parent.parent
@@ -150,17 +151,18 @@ def folders(text: str) -> list[Path]:
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder of the results")
-    parser.add_argument("--commit", help="recorded in the results")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything together")
-    parser.add_argument("--only", type=lambda s: s.split(","), default=list(TABLE), help="names, in any order")
-    parser.add_argument("--missing", action="store_true", help="only what has no whole result of this commit")
-    parser.add_argument("--rival-path", type=folders, action="extend", default=[], help="for layer, group, multi and serve")
-    parser.add_argument("--list", action="store_true")
+    known = {
+        "--device": "cpu",
+        "--out": (records.RESULTS, "folder of the results"),
+        "--commit": (str, "recorded in the results"),
+        "--seconds": (math.inf, "for everything together"),
+        "--only": (Some(TABLE), "names, in any order"),
+        "--missing": (False, "only what has no whole result of this commit"),
+        "--rival-path": dict(type=folders, action="extend", default=[], help="for layer, group, multi and serve"),
+        "--list": False,
+    }
+    add_options(parser, known)
     options = parser.parse_args(argv)
-    if unknown := set(options.only) - set(TABLE):
-        parser.error(f"unknown results: {', '.join(sorted(unknown))}; there are {', '.join(TABLE)}")
     options.out = options.out.resolve()
     return options
 

@@ -34,17 +34,18 @@ def plain(delta: bool, base: Tensor, lora: Tensor, g: Tensor) -> Tensor:
     return (g - 1) * base + g * (S * lora) if delta else g * (base + S * lora)
 
 
+def formula(op: str, base: Tensor, lora: Tensor, g: Tensor) -> Tensor:
+    """What these operations must give, in float64."""
+    return (g.double() - int(op == "dora_delta")) * base.double() + g.double() * S * lora.double()
+
+
 def composed(op: str, M: int, N: int, device: str) -> tuple[dict[str, Tensor], Calls, Tensor]:
     """Leaves, calls of them, and what they must give."""
     fn, delta = dora_delta if op == "dora_delta" else dora_compose, op == "dora_delta"
     base, lora = (torch.randn(M, N, device=device).bfloat16() for _ in range(2))
     g = 1 + 0.0015 * torch.randn(N, device=device)
     calls = {"plain": partial(plain, delta), "eager": partial(fn, s=S, backend="eager"), "triton": partial(fn, s=S)}
-    return (
-        {"base": base, "lora": lora, "g": g},
-        calls,
-        (g.double() - int(delta)) * base.double() + g.double() * S * lora.double(),
-    )
+    return {"base": base, "lora": lora, "g": g}, calls, formula(op, base, lora, g)
 
 
 def embedded(M: int, N: int, device: str) -> tuple[dict[str, Tensor], Calls, Tensor]:

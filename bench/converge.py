@@ -40,8 +40,8 @@ from bench import decoder
 from bench.clock import Failures
 from bench.decoder import LINEARS
 from bench.rivals import paths
-from bench.suite import One, Run, Some, Suite
-from bench.table import columns, line
+from bench.suite import One, Run, Some, Suite, tables
+from bench.table import line
 
 WAYS = ("peft", "fdora", "float32")
 FULL = "full"
@@ -261,26 +261,6 @@ def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], 
     return row
 
 
-def markdown(rows: list[dict]) -> str:
-    """Loss of a step, mean / worst difference; held-out loss before and after. (Seeds may share a GPU: no times.)
-
-    Then the mean loss of the last steps, and with several masks of dropout how far curves are apart.
-    """
-    ways = list(rows[0]["held_out"]) if rows else WAYS
-    pairs = list(rows[0]["difference"]) if rows else [f"{a}, {b}" for a, b in PAIRS]
-    apart = "{difference[*][mean]:.1e} / {difference[*][worst]:.1e}"
-    said = {"seed": "{seed}", "optimizer": "{optimizer}"}
-    said |= {f"{pair.replace(', ', ' - ')}: mean / worst": apart.replace("*", pair) for pair in pairs}
-    before = "float32" if "float32" in ways else ways[0]
-    said |= {"held out before": f"{{held_out_before[{before}]:.4f}}"}
-    said |= {f"{way} after": f"{{held_out[{way}]:.4f}}" for way in ways}
-    if rows and "gradient_norm" in rows[0]:
-        said |= {f"{pair.replace(', ', ' - ')}: norm of the gradient": f"{{difference[{pair}][norm]:.1e}}" for pair in pairs}
-    if rows and "end" in rows[0]:
-        said |= {f"{way}, last {END} steps": f"{{end[{way}]:.4f}}" for way in ways}
-    return "\n\n".join([columns(rows, said), *masked(rows)])
-
-
 def masked(rows: list[dict]) -> list[str]:
     """What curves of other masks differ by in the mean of the kept steps: PEFT's among themselves, and fdora's from PEFT's."""
     groups: dict[tuple, list[dict]] = {}
@@ -360,6 +340,6 @@ main = Suite(
     OPTIONS,
     seconds=math.inf,
     quick={"seeds": [0], "steps": 200, "pretrain": 200},
-    show=lambda found: markdown(found["rows"]),
+    show=lambda found: "\n\n".join([tables(found), *masked(found["rows"])]),
     judge=judged,
 )

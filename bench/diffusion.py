@@ -35,8 +35,7 @@ from bench.clock import free
 from bench.decoder import adapters, apart, judge, left, of_part, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.steps import Gpu
-from bench.suite import Run, Some, Suite
-from bench.table import over_lora, pivot
+from bench.suite import Run, Some, Suite, beside_lora
 from bench.ways import S
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora")
@@ -214,13 +213,6 @@ def label(case: Case) -> str:
     return ", ".join(f"{name} {value}" for name, value in case._asdict().items())
 
 
-def markdown(rows: list[dict]) -> str:
-    """LoRA in ms and MB, the others as shares of it: wall / GPU / peak memory."""
-    cases = pivot(rows, lambda row: tuple(row[field] for field in Case._fields))
-    said = "Wall / GPU / peak memory; LoRA's, and the others as shares of it.\n\n"
-    return said + over_lora(Case._fields, cases, {"ms": 0, "gpu_ms": 0, "peak_mb": 0}, "peft_lora, ms / ms / MB")
-
-
 OPTIONS = {
     "--models": Some(MODELS),
     "--dtype": (Some(DTYPES, ["bf16"]), "of weights and activations"),
@@ -249,4 +241,4 @@ def judged(run: Run) -> None:
     judge(shares, MOST, run.failed, left(run.result["paths"], run.options))
 
 
-main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)

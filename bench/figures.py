@@ -228,9 +228,7 @@ def stages(axes, panel: tuple[str, int]) -> None:
         rows = [row for row in result(panel[0])["rows"] if (row["world"], row["way"]) == (panel[1], way)]
         axes.plot([str(row["adapters"]) for row in rows], [row["bubble"] for row in rows], marker="o", label=way)
     axes.set_ylim(0, 1)
-    axes.set_xlabel(f"adapters; {panel[1]} stages of a 70B, simulated")
-    axes.set_ylabel("bubble")
-    axes.legend(fontsize=7)
+    finish(axes, f"adapters; {panel[1]} stages of a 70B, simulated", "bubble")
 
 
 def lengths(axes, count: int) -> None:

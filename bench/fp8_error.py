@@ -18,7 +18,9 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
+from bench import truth
 from bench.suite import Suite
+from bench.truth import rel_l2
 from fdora.functional import DoraLayer, dora_linear, dora_mlp, dora_norm
 from fdora.quant import from_mxfp8, quantize
 
@@ -58,32 +60,27 @@ def layer(scale, N, K, r):
 
 
 def exact(x, la, W=None):
-    W = la.W.dequantize(torch.float64) if W is None else W
-    full = W.double() + S * la.B.double() @ la.A.double()
-    return x.double() @ ((la.m.double() / full.norm(dim=1))[:, None] * full).T
-
-
-def relative(found, truth, unit=None):
-    return ((found.double() - truth).norm() / (truth if unit is None else unit).norm()).item()
+    return truth.exact(x.double(), la.W.dequantize(torch.float64) if W is None else W, *la[1:4], S)
 
 
 def errors(scale, kind, M, N, K, r):
     """In the Frobenius norm: of "fp8" or such, of bfloat16, and of the quantised weight against the one before."""
     dense, la = layer(scale, N, K, r)
     x, of = inputs(kind, M, K), "fp8" if scale in SCALES else scale
-    truth = exact(x, la)
-    lost = {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth) for how in (of, None)}
-    return lost | {"weight": relative(exact(x, la, dense), truth)}
+    want = exact(x, la)
+    lost = {how or "bf16": rel_l2(dora_linear(x, *la[:4], s=S, compute=how), want) for how in (of, None)}
+    return lost | {"weight": rel_l2(exact(x, la, dense), want)}
 
 
 def with_outlier(scale, times, M, N, K, r):
     _, la = layer(scale, N, K, r)
     x = inputs("normal", M, K)
     x[:, K // 2] = 0
-    unit = exact(x, la)
+    unit = exact(x, la).norm()
     x[:, K // 2] = times * torch.randn(M).bfloat16()
-    truth = exact(x, la)
-    return {how or "bf16": relative(dora_linear(x, *la[:4], s=S, compute=how), truth, unit) for how in ("fp8", None)}
+    want = exact(x, la)
+    off = {how or "bf16": dora_linear(x, *la[:4], s=S, compute=how).double() - want for how in ("fp8", None)}
+    return {how: (each.norm() / unit).item() for how, each in off.items()}
 
 
 def by_depth(count, M, width, wide, r):
@@ -102,10 +99,10 @@ def by_depth(count, M, width, wide, r):
             states.append(h.detach())
         return states, torch.autograd.grad((h * target.to(dtype)).sum(), Bs)
 
-    truth = run(torch.float64)
+    want = run(torch.float64)
     for way, how in WAYS.items():
         for i, (h, dB) in enumerate(zip(*run(torch.bfloat16, **how), strict=True)):
-            yield {"layers": i + 1, "way": way, "h": relative(h, truth[0][i]), "dB": relative(dB, truth[1][i])}
+            yield {"layers": i + 1, "way": way, "h": rel_l2(h, want[0][i]), "dB": rel_l2(dB, want[1][i])}
 
 
 SIZES = (("tokens", 512), ("out", 1024), ("in", 4096), ("rank", 16))

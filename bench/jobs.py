@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from bench.clock import free, synchronize
+from bench.decoder import apart
 from bench.jobs_model import (
     CLIP,
     LINEARS,
@@ -59,7 +60,6 @@ from bench.jobs_model import (
 from bench.rivals import fill
 from bench.schedule import KINDS
 from bench.suite import One, Run, Some, Suite
-from bench.table import columns
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, Wire, connect, run_pipeline, select_state, train_step, works_of
@@ -343,12 +343,6 @@ def build(way: str, jobs: Jobs, ways: dict):
     return Peft(jobs, way != "peft_lora", way == "fdora_alone")
 
 
-def relative(mine, truth) -> float:
-    """Of all tensors of a dict together."""
-    top = sum((mine[k].double().flatten() - t.double().flatten()).square().sum() for k, t in truth.items())
-    return float((top / sum(t.double().square().sum() for t in truth.values())).sqrt())
-
-
 def once(way, jobs: Jobs, upto: str = "step") -> tuple[float, float, float]:
     """Wall seconds, and those of the host; peak MB beyond what was there."""
     way.ready()
@@ -408,7 +402,8 @@ def one_process(run: Run, jobs: Jobs) -> None:
         losses, truth = ways["peft_dora"].gradients(probe)
         for way in [way for way in ways if way in ("fdora_alone", "fdora_together", "separate")]:
             mine, grads = ways[way].gradients(probe)
-            agreement[way] = {"losses": relative({"": mine}, {"": losses}), "gradients": relative(grads, truth)}
+            flat = [torch.cat([each[name].flatten() for name in truth]) for each in (grads, truth)]
+            agreement[way] = {"losses": apart(mine, losses)["relative"], "gradients": apart(*flat)["relative"]}
         print(agreement, flush=True)
     free(options.device)
     for mix in options.mixes:
@@ -429,17 +424,6 @@ def measure(run: Run) -> None:
     (one_process if options.world == 1 else pipeline)(run, jobs)
 
 
-COLUMNS = {"samples": "{kind}", "way": "{way}", "s": "{seconds:.3f}", "samples/s": "{samples_per_s:.1f}"}
-COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", "of LoRA's time": "{lora:.3f}", "of padded LoRA's": "{padded:.3f}"}
-COLUMNS |= {"peak, MB": "{peak_mb:.0f}", "of LoRA's peak": "{peak:.3f}", "microbatches": "{microbatches}"}
-PARTS = {"way": "{way}"} | {f"{part}, s": f"{{{part}_s:.3f}}" for part in ("forward", "backward", "update")}
-
-
-def markdown(result: dict) -> str:
-    found = [columns(result["rows"], COLUMNS)]
-    return "\n\n".join([*found, *([columns(result["breakdown"], PARTS)] if "breakdown" in result else [])])
-
-
 OPTIONS = {
     "--layers": 4,
     "--r": 16,
@@ -454,4 +438,4 @@ OPTIONS = {
 }
 
 
-main = Suite(measure, OPTIONS, runs=5, seconds=600.0, world=1, ahead=ahead, show=markdown)
+main = Suite(measure, OPTIONS, runs=5, seconds=600.0, world=1, ahead=ahead)

@@ -38,7 +38,7 @@ from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
 from bench.packed import BASES, Packed
 from bench.shapes import copies_of, draw
-from bench.suite import Some, Suite
+from bench.suite import Some, Suite, shown
 from bench.ways import (
     ADAPTERS,
     DORA,
@@ -183,11 +183,9 @@ def measure(run):
         run.add(*case(*each, run.options))
         run.set(summary=summarize(run.result["rows"]) | {"skipped": []})
         free(run.options.device)
-    summary = summarize(run.result["rows"])
-    run.set(summary=summary | {"skipped": run.result["skipped"]})
-    for kind, found in summary.items():
-        for each in found if kind == "wrong" else [found]:
-            print(f"\n{kind}: {each}")
+    run.set(summary=summarize(run.result["rows"]) | {"skipped": run.result["skipped"]})
+    for each in run.result["summary"]["wrong"]:
+        print(f"\nwrong: {each}")
     run.end("fdora")
 
 
@@ -200,4 +198,4 @@ def ahead(options):
     return compile_case, [(*each[:5], name) for each in cases(options) for name in mine]
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead)
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead, show=lambda found: shown(found["summary"]))

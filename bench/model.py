@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fdora
-from bench import decoder
+from bench import decoder, records
 from bench.clock import free
 from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
 from bench.rivals import COMPOSED, adapted, paths
-from bench.suite import COMPILED, One, Run, Some, Suite, compilations, numbers, stack
-from bench.table import pivot, side_by_side
+from bench.suite import COMPILED, One, Run, Some, Suite, beside_lora, compilations, numbers, stack
+from bench.suite import shown as tables
 from bench.ways import S
 
 ARCHITECTURES, VISION = decoder.SIZES["causal"], decoder.SIZES["vision"]
@@ -50,7 +50,7 @@ SWEEPS = {
     "width": (1024, 2048, 4096, 8192, 16384, 28672),
 }
 SWEEP_VOCABULARY = 1024
-OWN = "against_its_own_eager_way"
+OWN, EXACT = "against_its_own_eager_way", "one_layer_against_float32"
 
 
 def network(options, layers: int, width: int | None = None) -> nn.Module:
@@ -215,104 +215,85 @@ def at(where: dict) -> str:
     return ", ".join(["{}", *(f"{key} {value}" for key, value in where.items())])
 
 
-class Bench:
-    """Rows of one command."""
+def prepare(run: Run, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
+    options, where = run.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
+    torch.manual_seed(0)
+    base = network(options, layers, width)
+    values = {name: tuple(map(nn.Parameter, parts)) for name, parts in adapters(base, r, DTYPES[adapter]).items()}
+    arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
+    how["optimizer"] = adamw([p for parts in values.values() for p in parts])
+    last = min(options.loss_tokens, seq)
+    return run.failed.attempt(options.ways, lambda way: Trained(way, *arguments, last, **how), at(where))
 
-    def __init__(self, run: Run):
-        self.run, self.options = run, run.options
-        run.set("model", "tiny", "dtype", "loss_tokens", agreement={}, paths={}, failed=run.failed)
 
-    def prepare(self, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
-        options, where = self.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
-        torch.manual_seed(0)
-        base = network(options, layers, width)
-        values = {name: tuple(map(nn.Parameter, parts)) for name, parts in adapters(base, r, DTYPES[adapter]).items()}
-        arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
-        how["optimizer"] = adamw([p for parts in values.values() for p in parts])
-        last = min(options.loss_tokens, seq)
-        return self.run.failed.attempt(options.ways, lambda way: Trained(way, *arguments, last, **how), at(where))
+def timed(run: Run, ways: dict[str, Trained], mode: str, where: dict) -> None:
+    """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
+    where = where | {"dropout": run.options.dropout, "mode": mode}
+    if run.late(where):
+        return
+    fns = {name: way.of(mode) for name, way in ways.items()}
+    with decoder.timed_as(mode, run.options.dropout, [way.model for way in ways.values()]):
+        found = wall_and_peak(fns, run.options, run.failed, at(where))
+    for name, each in found.items():
+        speed = round(1e3 * ways[name].tokens * micro_batches(mode) / each["ms"])
+        run.add(where | {"way": name} | each | {"tokens_per_s": speed})
 
-    def measure(self, runs: dict[str, Trained], mode: str, where: dict) -> None:
-        """One row per way. What comes before the time limit is measured, what comes after is listed as skipped."""
-        where = where | {"dropout": self.options.dropout, "mode": mode}
-        if self.run.late(where):
-            return
-        fns = {way: run.of(mode) for way, run in runs.items()}
-        with decoder.timed_as(mode, self.options.dropout, [run.model for run in runs.values()]):
-            found = wall_and_peak(fns, self.options, self.run.failed, at(where))
-        for way, each in found.items():
-            speed = round(1e3 * runs[way].tokens * micro_batches(mode) / each["ms"])
-            self.run.add(where | {"way": way} | each | {"tokens_per_s": speed})
 
-    def agree(self, runs: dict[str, Trained], adapter: str) -> None:
-        """Before any optimizer step: the adapters are equal."""
-        mine = [way for way in runs if "fdora" in way]
-        if "peft_dora" in runs and mine:
-            fits = any(mode in KINDS for mode in self.options.modes)  # without checkpointing; or logits alone are compared
-            truth, first = results(runs["peft_dora"], fits), runs[mine[0]]
-            found = {against(way): compare(runs[way], truth) for way in mine}
-            for own in self.run.failed.attempt([OWN], lambda _: eagerly(first, fits), at({"adapter": adapter})).values():
-                found[OWN] = compare(first, own)
-            found["one_layer_against_float32"] = one_layer(self.options, adapter, first.tokens)
-            first.of(
-                "step_8" if fits else "step_8_checkpointing"
-            )()  # as it will be timed: the paths of its calls are counted, too
-            made = {"agreement": found, "paths": paths(first.model)}
-            for part, each in made.items():
-                self.run.result[part][adapter] = each
-            print(json.dumps(made), flush=True)
-        free(self.options.device)
+def agree(run: Run, ways: dict[str, Trained], adapter: str) -> None:
+    """Before any optimizer step: the adapters are equal."""
+    options, mine = run.options, [name for name in ways if "fdora" in name]
+    if "peft_dora" in ways and mine:
+        fits = any(mode in KINDS for mode in options.modes)  # without checkpointing; or logits alone are compared
+        truth, first = results(ways["peft_dora"], fits), ways[mine[0]]
+        found = {against(name): compare(ways[name], truth) for name in mine}
+        for own in run.failed.attempt([OWN], lambda _: eagerly(first, fits), at({"adapter": adapter})).values():
+            found[OWN] = compare(first, own)
+        found[EXACT] = one_layer(options, adapter, first.tokens)
+        first.of("step_8" if fits else "step_8_checkpointing")()  # as it will be timed: the paths of its calls are counted, too
+        made = {"agreement": found, "paths": paths(first.model)}
+        for part, each in made.items():
+            run.result[part][adapter] = each
+        print(json.dumps(made), flush=True)
+    free(options.device)
 
-    def compile(self, runs: dict[str, Trained], adapter: str) -> None:
-        """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
-        where, ways = {"adapter": adapter, "compiled": True}, [way for way in runs if "fdora" in way]
-        eager = self.run.failed.attempt(ways, lambda way: results(runs[way]), at(where | {"compiled": False}))
-        torch._dynamo.reset()
-        for run in runs.values():
-            run.compile()
-        found = self.run.failed.attempt(eager, lambda way: compare(runs[way], eager[way]), at(where))
-        self.run.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
 
-    def all_modes(self) -> None:
-        options = self.options
-        for adapter in options.adapter:
-            runs = self.prepare(adapter, options.r, options.seq, options.layers)
-            self.run.failed.attempt(["agreement"], lambda _, r=runs, a=adapter: self.agree(r, a), at({"adapter": adapter}))
-            for compiled in compilations(options):
-                if compiled:
-                    self.compile(runs, adapter)
-                where = {"layers": options.layers, "seq": options.seq, "r": options.r, "adapter": adapter}
-                for mode in options.modes:
-                    self.measure(runs, mode, where | {"compiled": compiled})
-            del runs
-            free(options.device)
+def compile_all(run: Run, ways: dict[str, Trained], adapter: str) -> None:
+    """From here on, for good. Steps have moved each way's adapters by now: fdora is compared with itself, eager."""
+    where, mine = {"adapter": adapter, "compiled": True}, [name for name in ways if "fdora" in name]
+    eager = run.failed.attempt(mine, lambda name: results(ways[name]), at(where | {"compiled": False}))
+    torch._dynamo.reset()
+    for way in ways.values():
+        way.compile()
+    found = run.failed.attempt(eager, lambda name: compare(ways[name], eager[name]), at(where))
+    run.result["agreement"].setdefault(adapter, {})["compiled_against_eager"] = found
 
-    def sweep(self) -> None:
-        options = self.options
-        over, adapter = {"S": "seq"}.get(options.sweep, options.sweep), options.adapter[0]
-        for value in self.run.cases(options.values):
-            sizes = {"layers": options.layers, "seq": options.seq, "r": options.r} | {over: value}
-            label = f"{options.sweep} {value}"
-            built = self.run.failed.attempt([label], lambda _, s=sizes: self.prepare(adapter, **s))
-            for mode in options.modes:
-                self.measure(built.get(label, {}), mode, sizes | {"adapter": adapter, "compiled": False})
-            del built
-            free(options.device)
-            self.run.set(sweep={"over": options.sweep, "exponents": exponents(self.run.result["rows"], over)})
+
+def all_modes(run: Run, adapter: str) -> None:
+    options, where = run.options, {"adapter": adapter}
+    sizes = {size: getattr(run.options, size) for size in ("layers", "seq", "r")}
+    ways = prepare(run, adapter, **sizes)
+    run.failed.attempt(["agreement"], lambda _: agree(run, ways, adapter), at(where))
+    for compiled in compilations(options):
+        if compiled:
+            compile_all(run, ways, adapter)
+        for mode in options.modes:
+            timed(run, ways, mode, sizes | where | {"compiled": compiled})
+
+
+def of_size(run: Run, value: int) -> None:
+    """Of a sweep."""
+    options = run.options
+    over, adapter, label = {"S": "seq"}.get(options.sweep, options.sweep), options.adapter[0], f"{options.sweep} {value}"
+    sizes = {size: getattr(options, size) for size in ("layers", "seq", "r")} | {over: value}
+    built = run.failed.attempt([label], lambda _: prepare(run, adapter, **sizes))
+    for mode in options.modes:
+        timed(run, built.get(label, {}), mode, sizes | {"adapter": adapter, "compiled": False})
+    run.set(sweep={"over": options.sweep, "exponents": exponents(run.result["rows"], over)})
 
 
 def against(way: str) -> str:
     """Where the agreement of a way with PEFT's DoRA is kept."""
     return "_".join(filter(None, (way.removeprefix("peft_fdora").strip("_"), "against_peft_dora")))
-
-
-def fdoras(agreement: dict) -> dict[str, dict]:
-    """What fdora is compared with in one dtype, beside the float32 run: the comparisons by name."""
-    said = {"": "PEFT's DoRA", "fused": "PEFT's DoRA, fuse=True"}
-    kinds = {key: key.removesuffix("against_peft_dora").strip("_") for key in agreement if key.endswith("against_peft_dora")}
-    found = {said.get(kind, f"PEFT's DoRA, {kind}"): agreement[key] for key, kind in kinds.items()}
-    found |= {"its own eager way": agreement[OWN]} if OWN in agreement else {}
-    return found | {f"eager, compiled {way}": parts for way, parts in agreement.get("compiled_against_eager", {}).items()}
 
 
 def exponents(rows: list[dict], over: str) -> dict[str, dict]:
@@ -337,17 +318,6 @@ def fit(points: list[dict], over: str) -> dict:
     return found
 
 
-def markdown(result: dict) -> str:
-    """One line per case; of each way ms, tokens/s and MB."""
-    own = ("way", "ms", "peak_mb", "tokens_per_s")
-    found = pivot(
-        result["rows"],
-        lambda row: (", ".join(f"{k} {v}" for k, v in row.items() if k not in own),),
-        lambda row: f"{row['ms']:.1f} / {row['tokens_per_s']} / {row['peak_mb']:.0f}",
-    )
-    return side_by_side([""], found, "{}: ms / tokens/s / MB")
-
-
 OPTIONS = {
     **stack(4, WAYS, many=True, more=COMPOSED),
     "--model": One(ARCHITECTURES, "qwen3-8b"),
@@ -367,26 +337,26 @@ def check(parser, options):
 
 
 def measure(run: Run) -> None:
+    options = run.options
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(run)
-    bench.sweep() if run.options.sweep else bench.all_modes()
+    run.set("model", "tiny", "dtype", "loss_tokens", agreement={}, paths={}, failed=run.failed)
+    for each in run.cases(options.values) if options.sweep else options.adapter:
+        (of_size if options.sweep else all_modes)(run, each)
+        free(options.device)
 
 
 def shown(result: dict) -> str:
-    lines = [markdown(result)]
-    for name, p in result.get("sweep", {}).get("exponents", {}).items():
-        for part in (p, p["upper"]):
-            of = f"time ~ size^{part['ms']}, memory ^{part['peak_mb']}"
-            lines.append(f"{name}, {part['from']} to {part['to']}: {of}")
-    return "\n".join(lines)
+    trees = (tables(result[part]) for part in ("agreement", "norms", "sweep") if result.get(part))
+    return "\n\n".join([beside_lora(result["rows"]), *trees])
 
 
 def judged(run: Run) -> None:
-    apart = {
-        f"{against}, {adapter} adapters": {name: each["relative"] for name, each in parts.items()}
-        for adapter, found in run.result["agreement"].items()
-        for against, parts in fdoras(found).items()
-    }
+    """The float32 run says how much bf16 loses, which is nobody's failure."""
+    apart: dict[str, dict[str, float]] = {}
+    for each in records.tree_lines("", [], run.result["agreement"]):
+        *where, part = each["at"] or [""]
+        if "relative" in each["values"] and EXACT not in where:
+            apart.setdefault(", ".join(where), {})[part] = each["values"]["relative"]
     judge(apart, MOST_APART[run.options.dtype], run.failed, decoder.left(run.result["paths"], run.options))
 
 

@@ -45,7 +45,7 @@ from bench.kernels import by_name, profiled
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, BF16, S, Truths, Way, away, checked, differentiated, in_turns, ratios
+from bench.ways import ADAPTERS, S, Truths, Way, away, checked, dense_inputs, differentiated, in_turns, ratios
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
@@ -69,12 +69,8 @@ class Bank(NamedTuple):
 
     @classmethod
     def random(cls, M: int, K: int, N: int, ranks: list[int], adapter: torch.dtype, device: str) -> Bank:
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, std: float = 1.0) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=BF16).mul_(std)
-
-        G, x, W, dy = len(ranks), normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
+        generator, G = torch.Generator(device).manual_seed(0), len(ranks)
+        x, W, dy = dense_inputs(M, K, N, generator)
         A, B, m, norm = away(W.expand(G, N, K), max(ranks), adapter, generator, ranks)
         lengths = lengths_of(M, G)
         ends = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)

@@ -27,8 +27,7 @@ from torch import nn
 
 from bench import ways
 from bench.kernels import kernels_of, short
-from bench.suite import One, Run, Suite
-from bench.table import columns
+from bench.suite import One, Run, Suite, shown
 
 
 class Step(NamedTuple):
@@ -160,21 +159,9 @@ def grouped(kernels: Sequence[Ran], rates: dict[str, float]) -> list[dict[str, A
     return sorted(found, key=lambda row: -row["us"])
 
 
-COLUMNS = {"plan": "{plan}", "kernel": "{short}", "calls": "{calls}", "us": "{us:.1f}", "share of time": "{share:.0f} %"}
-COLUMNS |= {"GFLOP": "{gflop:.2f}", "MiB": "{mib:.1f}", "share of roof": "{of_roof:.0f} %"}
-
-
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    total = max(sum(row["us"] for row in rows), 1e-9)
-    known = 100 * sum(row["us"] for row in rows if row["roof"] is not None) / total
-    lines = []
-    for row in rows:
-        costs = {"gflop": row["flops"] / 1e9, "mib": row["bytes"] / 2**20, "of_roof": 100 * (row["roof"] or 0)}
-        costs = {key: value for key, value in costs.items() if value}
-        lines.append(row | costs | {"short": short(row["kernel"]), "share": 100 * row["us"] / total})
-    last = f"all; costs are known of {known:.0f} % of the time"
-    lines.append({"plan": "", "short": last, "calls": sum(row["calls"] for row in rows), "us": total})
-    return columns(lines, COLUMNS)
+    total = sum(row["us"] for row in rows)
+    return shown([row | {"kernel": short(row["kernel"]), "share": row["us"] / total} for row in rows])
 
 
 def profile(fn: Any, options, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:

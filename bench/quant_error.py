@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from bench.fp8_error import coded
 from bench.packed import FORMATS
 from bench.suite import Suite
 from fdora.functional import dora_init, dora_linear, dora_norm
-from fdora.quant import Affine, QuantWeight, TorchaoNf4, from_mxfp8, opaque, quantize
+from fdora.quant import Affine, QuantWeight, TorchaoNf4, opaque, quantize
 from tests import reference
 from tests.close import rel_l2
 
@@ -41,9 +42,7 @@ def packed(device):
     affine = codes8, scales(N, K // 32, device=device).float(), zero
     yield "affine", QuantWeight("affine", affine, (N, K), torch.float32, Affine((1, 32)))
     half = torch.randn(N, K, device=device).half()
-    e4m3 = torch.randn(N, K, device=device).to(torch.float8_e4m3fn)
-    powers = torch.exp2(torch.randint(-7, -4, (N, K // 32), device=device).float()).to(torch.float8_e8m0fnu)
-    yield "mxfp8", from_mxfp8(e4m3, powers, dtype=torch.float32)
+    yield "mxfp8", coded(torch.randn(N, K, device=device), "mxfp8").to(dtype=torch.float32)
     yield "opaque", opaque(torch.Tensor.float, (N, K), torch.float32, device, (half,))
 
 

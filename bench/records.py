@@ -12,7 +12,7 @@ beside its rows has the name of its ``part`` and, where it is a tree, the path `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,28 @@ _OF_WAYS = (
     "kernels excess forward both end gradient_norm"
 )
 OF_WAYS = frozenset(_OF_WAYS.split())
+# How metrics end of which less is better; those beside them are no way's own, or parts of others.
+UNITS, BESIDE = ("ms", "us", "peak_mb"), ("first_ms", "issue_ms", "least_ms", "roof_ms")
+
+
+def where(row: dict) -> str:
+    """The case of a row."""
+    case = {key: value for key, value in row.items() if key in CASE and key not in ("way", "form") and value != ""}
+    return ", ".join(f"{key} {value}" for key, value in case.items())
+
+
+def measured(rows: Sequence[dict]) -> Iterator[tuple[dict, dict[str, dict[str, float]]]]:
+    """A row of each case, and its values by what was measured and by way."""
+    cases: dict[tuple, tuple[dict, dict]] = {}
+    for i, row in enumerate(rows):
+        own = row.get("way") or row.get("form")
+        _, fields = cases.setdefault((where(row), None if own else i), (row, {}))
+        for key in (key for key in row if key.endswith(UNITS) and key not in BESIDE):
+            of_ways = {own: row[key]} if own else row[key] if isinstance(row[key], dict) else {}
+            for way, value in of_ways.items():
+                for part, each in (value if isinstance(value, dict) else {"": value}).items():
+                    fields.setdefault(f"{part} {key}".strip(), {})[way] = each
+    yield from cases.values()
 
 
 def lines_of(name: str, result: dict[str, Any]) -> Iterator[dict]:

@@ -34,7 +34,6 @@ from bench.checkouts import RIVAL_PATH, Slots, vllm_lora
 from bench.clock import medians_of
 from bench.multi import CACHE, Bank, lengths_of
 from bench.suite import Some, Suite, shapes
-from bench.table import side_by_side
 from bench.truth import norm_of, rel_l2, some
 from bench.ways import BF16, S, Way, away, checked, in_turns, ratios
 from fdora.functional import dora_linear_multi
@@ -198,16 +197,6 @@ def compile_case(case: Case, device: str, rival_path) -> None:
     for name in WAYS:
         with torch.no_grad():
             build(name, layer, rival_path).forward()
-
-
-def markdown(rows: list[dict]) -> str:
-    """Times over vllm_lora's: the lowest and the highest of all shapes and ranks."""
-    found = {}
-    for case in dict.fromkeys((row["M"], row["G"]) for row in rows):
-        of = [row["ratio"] for row in rows if (row["M"], row["G"]) == case]
-        each = {way: [ratio[f"{way}/vllm_lora"] for ratio in of if f"{way}/vllm_lora" in ratio] for way in WAYS}
-        found[case] = {way: f"{min(shares):.2f} to {max(shares):.2f}" for way, shares in each.items() if shares}
-    return side_by_side(["tokens", "adapters"], found)
 
 
 OPTIONS = {

@@ -43,11 +43,22 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import decoder, rivals
 from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
-from bench.decoder import DTYPES, LINEARS, MOST_APART, adapted_as, adapters, call, compiled_forward, judge, left, timed_as
+from bench.decoder import (
+    DTYPES,
+    LINEARS,
+    MOST_APART,
+    adapted_as,
+    adapters,
+    agreement,
+    call,
+    compiled_forward,
+    judge,
+    left,
+    timed_as,
+)
 from bench.packed import nf4_linears
 from bench.rivals import paths
-from bench.suite import Run, Some, Suite, stack
-from bench.table import over_lora, pivot
+from bench.suite import Run, Some, Suite, beside_lora, stack
 from bench.ways import S
 from tests.memory import peak_bytes
 
@@ -192,11 +203,6 @@ def inputs(cell: Cell, ways: Mapping[str, Way], options) -> None:
         way.feed(x, target)
 
 
-def agreement(mine: Way, theirs: Way) -> dict[str, float]:
-    """Relative L2 difference of outputs and of the gradients of x and of all A, all B, all m."""
-    return {name: float(f"{each['relative']:.3g}") for name, each in decoder.agreement(mine, theirs).items()}
-
-
 # clocks
 
 
@@ -304,18 +310,6 @@ def measure(cell: Cell, ways: dict[str, Way], mode: str, gpu: Gpu | None, option
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
-    """LoRA in ms, wall / GPU; the others as shares of it."""
-    modes = [row | {"at": " ".join(filter(None, (row["compiled"], row["mode"])))} for row in rows]
-    cases = pivot(modes, lambda row: (f"{row['model']}, S {row['S']}, r {row['r']}", row["at"]))
-    said = "Wall / GPU; LoRA in ms, the others as shares of it.\n\n"
-    return said + over_lora(["", "mode"], cases, {"ms": 2, "gpu_ms": 2}, "peft_lora, ms", {"GPU by": by})
-
-
-def by(found: dict) -> str:
-    return ", ".join(dict.fromkeys(row["gpu_by"] for row in found.values() if "gpu_by" in row))
-
-
 def cells(text: str) -> list[Cell]:
     """``MODEL:S:r``, comma separated; a part that is empty is any."""
     found = []
@@ -403,4 +397,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: markdown(found["rows"]), judge=judged)
+main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)

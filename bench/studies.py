@@ -22,9 +22,8 @@ from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.suite import One, Run, Suite
-from bench.table import columns, side_by_side
 from bench.truth import rel_l2
-from bench.ways import NAMES, S
+from bench.ways import S
 from fdora.functional import dora_compose, dora_delta, dora_norm
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -173,53 +172,6 @@ def timeline(run: Run) -> None:
 STUDIES = {"near": near, "spread": spread, "timeline": timeline}
 
 
-def near_table(rows: list[dict], dtype: str) -> str:
-    """Of what is added, and of the output in brackets where it is worse than twice the rounding."""
-    found = {}
-    for row in (row for row in rows if row["dtype"] == dtype):
-        worse = {way: row["output"][way] > 2 * row["output"]["rounding"] for way in row["output"]}
-        cells = {w: f"{e:.1e}" + (f" ({row['output'][w]:.1e})" if worse[w] else "") for w, e in row["delta"].items()}
-        found[f"{row['spread']:g}",] = cells
-    return side_by_side([f"spread of g, {dtype}"], found)
-
-
-G = {
-    "values": "{values}",
-    "mean of g - 1": "{mean:.4f}",
-    "deviation": "{deviation:.4f}",
-    "5 % to 95 %": "{q05:.4f} to {q95:.4f}",
-}
-G |= {f"becomes 1 in {name}": f"{{lost[{name}]:.1%}}" for name in HALVES}
-G |= {f"error of g - 1 in {name}": f"{{error[{name}]:.1%}}" for name in HALVES}
-
-
-def spread_table(rows: list[dict], layers: bool) -> str:
-    """One line for each number of steps, or for each layer after the last."""
-    last = rows[-1]["steps"]
-    some = [row for row in rows if (row["layer"] != "all" and row["steps"] == last if layers else row["layer"] == "all")]
-    return columns(some, ({"layer": "{layer}"} if layers else {"steps": "{steps}"}) | G)
-
-
-MEMORY = {"way": "{name}", "modules": "{modules}", "before, MiB": "{before_mb}", "most allocated": "{peak_mb}"}
-MEMORY |= {"most reserved": "{reserved_mb}", "reserved, not allocated": "{unused:.1%}"}
-
-
-def timeline_table(rows: list[dict]) -> str:
-    more = ({"name": NAMES[row["way"]], "unused": row["reserved_mb"] / row["peak_mb"] - 1} for row in rows)
-    return columns([row | each for row, each in zip(rows, more, strict=True)], MEMORY)
-
-
-def shown(result: dict) -> str:
-    rows = result["rows"]
-    tables = {
-        "near": lambda some: "\n\n".join(near_table(some, dtype) for dtype in HALVES),
-        "spread": lambda some: spread_table(some, False),
-        "timeline": timeline_table,
-    }
-    by_study = {name: [row for row in rows if row["study"] == name] for name in STUDIES}
-    return "\n\n".join(tables[name](some) for name, some in by_study.items() if some)
-
-
 OPTIONS = {
     "study": dict(choices=STUDIES),
     "--steps": (list(STEPS), "of spread: looked at after so many"),
@@ -244,4 +196,4 @@ def judged(run: Run) -> None:
                 raise SystemExit(f"{way} loses more than rounding: {row}")
 
 
-main = Suite(measure, OPTIONS, show=shown, judge=judged)
+main = Suite(measure, OPTIONS, judge=judged)

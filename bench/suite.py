@@ -258,7 +258,7 @@ class Suite:
     quick: Mapping[str, Any] = field(default_factory=dict)
     ahead: Callable[[argparse.Namespace], tuple[Callable[..., None], Iterable[tuple]]] | None = None
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
-    show: Callable[[dict[str, Any]], str] = lambda result: "\n\n".join(shown(each) for each in parts(result))
+    show: Callable[[dict[str, Any]], str] = lambda result: tables(result)
     judge: Callable[[Run], None] = lambda run: None
 
     def __post_init__(self) -> None:
@@ -316,12 +316,34 @@ def parts(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [each for each in result.values() if records.is_rows(each)]
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
-    """All of them in one table; a metric that is by way has a column for each."""
-    flat = []
-    for row in rows:
-        plain = {key: value for key, value in row.items() if not isinstance(value, dict)}
-        ways = {f"{way} {key}": v for key, value in row.items() if isinstance(value, dict) for way, v in value.items()}
-        flat.append(plain | {key: value for key, value in ways.items() if not isinstance(value, dict)})
+def beside_lora(rows: list[dict[str, Any]]) -> str:
+    """A line for each case: times and peaks by way, and as shares of LoRA's."""
+    lines = []
+    for row, fields in records.measured(rows):
+        lines.append({"case": records.where(row)} | fields)
+        for key in [key for key in fields if "peft_lora" in fields[key]]:
+            lora, *others = {"peft_lora": None} | fields[key]
+            lines[-1][f"{key} of LoRA's"] = {way: round(fields[key][way] / fields[key][lora], 3) for way in others}
+    return shown(lines)
+
+
+def tables(result: dict[str, Any]) -> str:
+    return "\n\n".join(map(shown, parts(result)))
+
+
+def shown(part: list[dict[str, Any]] | dict[str, Any]) -> str:
+    """Rows in one table, or the branches of a tree; a metric that is by way has a column for each."""
+    if isinstance(part, dict):
+        part = [{"of": ", ".join(each["at"])} | each["values"] for each in records.tree_lines("", [], part)]
+    flat = [dict(flattened(row)) for row in part]
     head = list(dict.fromkeys(key for row in flat for key in row))
     return table(head, ([row.get(key, "") for key in head] for row in flat))
+
+
+def flattened(row: Mapping[str, Any], *under: str) -> Iterator[tuple[str, Any]]:
+    """Without curves, and without what is not of a way but of each of its parts."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from flattened(value, *under, key) if under not in (("error",), ("kernels",)) else ()
+        elif not isinstance(value, list) or 0 < len(value) < 5:
+            yield " ".join([*under[1:], key, *under[:1]]), float(f"{value:.6g}") if isinstance(value, float) else value

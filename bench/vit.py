@@ -26,8 +26,7 @@ from bench.clock import free
 from bench.decoder import adapters, apart, compile_each, judge, wall_and_peak
 from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
-from bench.suite import COMPILED, One, Run, Some, Suite, compilations
-from bench.table import columns
+from bench.suite import COMPILED, One, Run, Some, Suite, compilations, tables
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
 from bench.ways import S
 
@@ -88,10 +87,10 @@ def agreement(options) -> dict[str, dict[str, float]]:
     images = pixels(2 if options.device == "cpu" else MODES["gradient"], options)  # kernels that will be timed
     values = {f"blocks.{name}": parts for name, parts in values.items()}
 
-    def results(way: str, base: Vit, values: dict, images: Tensor) -> Tensor:
+    def results(way: str, base: Vit, values: dict, images: Tensor) -> dict[str, Tensor]:
         run = Compared(way, base, values)
-        y, out = run.of("inference", images)(), run.of("gradient", images)()
-        return [t.float() for t in (y, *out)]
+        y, gradients = run.of("inference", images)(), run.of("gradient", images)()
+        return {"output": y, "gradients": torch.cat([t.flatten() for t in gradients])}
 
     exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     truth = results("peft_dora", copy.deepcopy(base).float(), exact, images.float())
@@ -99,8 +98,7 @@ def agreement(options) -> dict[str, dict[str, float]]:
     for way in options.ways:
         if "dora" in way:
             got = results(way, base, values, images)
-            flat = [torch.cat([t.flatten() for t in each[1:]]) for each in (got, truth)]
-            found[way] = {"output": apart(got[0], truth[0])["relative"], "gradients": apart(*flat)["relative"]}
+            found[way] = {part: apart(t, truth[part])["relative"] for part, t in got.items()}
     return found
 
 
@@ -140,14 +138,6 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
-COLUMNS = {"": "{mode} of {batch}, {way}, {how}", "ms": "{ms}", "images / s": "{images_per_s}", "peak, MB": "{peak_mb}"}
-COLUMNS |= {"kernels a layer": "{kernels_per_layer}", "ms in kernels": "{gpu_ms}"}
-
-
-def markdown(result: dict) -> str:
-    return columns([row | {"how": "compiled" if row["compiled"] else "eager"} for row in result["rows"]], COLUMNS)
-
-
 OPTIONS = {
     "--layers": (8, "the model has 40, all alike"),
     "--batch": (int, "256 for inference and 64 for the gradient, if not given"),
@@ -183,7 +173,7 @@ def measure(run: Run) -> None:
 
 
 def shown(result: dict) -> str:
-    return "\n".join([markdown(result), *summary(result["rows"])])
+    return "\n\n".join([tables(result), *summary(result["rows"])])
 
 
 def judged(run: Run) -> None:

@@ -103,6 +103,13 @@ def away(
     return A, B, (norm * (1 + normal(N, std=0.0015, dtype=torch.float32))).to(dtype), norm
 
 
+def dense_inputs(M: int, K: int, N: int, generator: torch.Generator) -> list[Tensor]:
+    """x, W and dy in bf16."""
+    shapes = ((M, K), (N, K), (M, N))
+    x, W, dy = (torch.randn(*shape, generator=generator, device=generator.device, dtype=BF16) for shape in shapes)
+    return [x, W.mul_(K**-0.5), dy]
+
+
 @dataclass
 class Inputs:
     """bf16 x, W and dy; A, B and m in the adapters' dtype, away from their start."""
@@ -118,11 +125,7 @@ class Inputs:
     @classmethod
     def random(cls, M: int, K: int, N: int, r: int, adapter: torch.dtype, device: str) -> Inputs:
         generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, std: float = 1.0) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=BF16).mul_(std)
-
-        x, W, dy = normal(M, K), normal(N, K, std=K**-0.5), normal(M, N)
+        x, W, dy = dense_inputs(M, K, N, generator)
         A, B, m, norm = away(W, r, adapter, generator)
         return cls(x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), norm, dy)
 

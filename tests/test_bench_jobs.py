@@ -29,7 +29,7 @@ def test_one_process(dropout, tmp_path):
     count = {row["way"]: row["microbatches"] for row in result["rows"] if "microbatches" in row and row["kind"] == "mixed"}
     assert count["fdora_together"] < count["unmerged"] <= count["unpacked"]
     assert [row["way"] for row in result["breakdown"]] == list(jobs.BROKEN)
-    assert "| mixed | fdora_together |" in jobs.markdown(result)
+    assert "| mixed | fdora_together |" in jobs.main.show(result)
 
 
 @pytest.fixture(scope="module")

@@ -420,27 +420,40 @@ def test_tables_by_hand():
     assert f"r = 64, takes {served[0]['ms']['model']:.1f} ms." in said
 
 
+def shown_rows(title: str, page: str = RESULTS) -> list[dict[str, str]]:
+    """The first table below a heading of bench/RESULTS.md, by the heads of its columns; without what is empty."""
+    (below,) = re.findall(rf"^##+ {re.escape(title)}\n(.*?)(?=^##)", page, re.M | re.S)
+    (first, *_) = re.findall(r"(?:^\|.*\n)+", below, re.M)
+    head, _, *lines = (line[2:-2].split(" | ") for line in first.splitlines())
+    return [{key: cell for key, cell in zip(head, line, strict=True) if cell} for line in lines]
+
+
+def cells_of(row: dict, *keys: str) -> dict[str, str]:
+    return {key: six(row[key]) if isinstance(row[key], float) else str(row[key]) for key in keys}
+
+
+def six(value: float) -> str:
+    return str(float(f"{value:.6g}"))
+
+
 def test_each_table_shows_its_own_measurements():
-    """One cell of each, by hand: the report and this test agree on what a column is."""
+    """A row of each, by hand: the report and this test agree on what a column is."""
     rows = lambda name: records.result(name)["rows"]  # noqa: E731
-    (x,) = (x for x in rows("cpu/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("tiles", 384, "float32", 4096))
-    assert (
-        f"| 4096 x 4096, 384, float32 | 153.5 / 128 / 2e-07 | {x['ms']:.1f} / {x['peak_mb']:.0f} / {x['error']:.0e} |"
-        in RESULTS
-    )
-    (x,) = (x for x in rows("h100/norm_forms") if (x["form"], x["r"], x["dtype"], x["N"]) == ("triton", 64, "bfloat16", 14336))
-    assert f"| {x['ms']:.3f} / {x['peak_mb']:.0f} / {x['error']:.0e} | {x['roof_ms']} |" in RESULTS
+    sizes = {"form": "tiles", "N": 4096, "r": 384, "dtype": "float32"}
+    cases = {"cpu/norm_forms": (sizes, ["ms", "peak_mb", "error"])}
+    sizes = {"form": "triton", "N": 14336, "r": 64, "dtype": "bfloat16"}
+    cases["h100/norm_forms"] = sizes, ["ms", "peak_mb", "error", "roof_ms"]
+    times = ["inference_ms", "gradient_ms", "gradient_checkpointing_peak_mb"]
+    cases["h100/layers12_r384_compiled"] = {"way": "fdora"}, times
+    cases["h100/compose"] = {"op": "dora_compose", "M": 4096, "N": 14336}, ["fwd_triton_ms", "fwd_bwd_triton_ms", "fwd_copy_ms"]
+    cases["h200/host"] = {"way": "peft_dora"}, ["fwd_us", "fwd_bwd_us"]
+    for name, (wanted, values) in cases.items():
+        (x,) = (x for x in rows(name) if wanted.items() <= x.items())
+        assert sum(cells_of(x, *wanted, *values).items() <= row.items() for row in shown_rows(name)) == 1, name
     sizes = {"M": 4096, "K": 4096, "N": 14336, "r": 64, "mode": "fwd_bwd"}
-    ms = {x["norm"]: x["ms"] for x in rows("h100/layer_quick") if sizes.items() <= x.items()}
-    compiled, paper, inside = (ms["inside"][way] for way in ("peft_dora_compiled", "dorafactors", "fdora"))
-    assert f"| {compiled:.3f} | {paper:.3f} | {inside:.3f} | {ms['given']['fdora']:.3f} |" in RESULTS
-    (x,) = (x for x in rows("h100/layers12_r384_compiled") if x["way"] == "fdora")
-    cell = f"{x['inference_ms']:.1f} / {x['gradient_ms']:.1f} / {x['gradient_checkpointing_ms']:.1f}"
-    assert re.search(rf"^\| H100, 384, compiled \| .* \| {cell} \|$", RESULTS, re.M)
-    (x,) = (x for x in rows("h100/compose") if (x["op"], x["M"], x["N"]) == ("dora_compose", 4096, 14336))
-    assert f"{x['fwd_triton_ms']:.3f} forward, {x['fwd_bwd_triton_ms']:.3f} with backward" in RESULTS
-    (x,) = (x for x in rows("h100/host") if x["way"] == "peft_dora")
-    assert f"DoRA's {x['fwd_bwd_us']:.0f}; H200: " in RESULTS
+    for x in (x for x in rows("h100/layer_quick") if sizes.items() <= x.items()):
+        flat = cells_of(x, *sizes, "norm") | {f"{way} ms": six(t) for way, t in x["ms"].items()}
+        assert flat in shown_rows("One layer") and {"fdora ms", "dorafactors ms", "peft_dora_compiled ms"} <= flat.keys()
     gemma = {x["way"]: x for x in rows("h200/model_gemma-3-12b") if x["mode"] == "step_8"}
     ms, mb = ({way: x[field] for way, x in gemma.items()} for field in ("ms", "peak_mb"))
     cells = f"{ms['peft_dora'] / ms['peft_fdora_fused']:.2f} x | {ms['peft_fdora_fused'] / ms['peft_lora']:.2f} | "
@@ -463,8 +476,9 @@ def test_each_table_shows_its_own_measurements():
     fdora = wide["peft_fdora_fused"]
     said = f"{fdora['of_lora']:.2f} of the time, {fdora['peak_mb'] / wide['peft_lora']['peak_mb']:.2f} of the memory"
     assert f"| Llama-3.1-8B, 12 layers, r = 64 | {said} | " in README
-    us = [records.result(f"{name}/launches")["us"]["torch.mm"] for name in ("h100", "h200")]
-    assert f"| torch.mm | {us[0]} | {us[1]} |" in RESULTS
+    for name in ("h100/launches", "h200/launches"):
+        (us,) = shown_rows(name)
+        assert us["torch.mm"] == six(records.result(name)["us"]["torch.mm"])
     apart = [rows(f"h200/converge_muon_s{seed}")[0]["difference"]["fdora, peft"]["mean"] for seed in range(3)]
     assert f"muon, 3 of 3 seeds: a step's loss through fdora is {sum(apart) / 3:.1e} from PEFT's" in RESULTS
 
@@ -475,7 +489,7 @@ def test_losses_are_counted(file, norm):
     rows = records.result(f"h100/{file}")["rows"]
     times = [x["ms"]["fdora"] / x["ms"]["peft_lora"] for x in rows if (x["mode"], x["norm"]) == ("fwd_bwd", norm)]
     lost = f"{sum(each > 1 for each in times)} of {len(times)} | {max(times):.2f}"
-    assert f"| h100/{file} | fwd_bwd, norm {norm} | PEFT LoRA | {lost} |" in report.losses()
+    assert f"| h100/{file} | fwd_bwd, norm {norm}, ms: fdora | PEFT LoRA | {lost} |" in report.losses()
     assert report.document().index("Where fdora loses") < 200
 
 
@@ -493,37 +507,45 @@ def test_errors_and_shared_inputs_are_lost_and_won_too():
     assert "h200/converge_muon_s0 |" not in losses
     peaks = [x["peak_mb"]["fdora"] / x["peak_mb"]["peft_lora"] for x in load("h100/group") if x["mode"] == "fwd_bwd"]
     lost = f"{sum(each > 1 for each in peaks)} of {len(peaks)} | {max(peaks):.2f}"
-    assert f"| h100/group | shared input, peak memory | PEFT LoRA | {lost} |" in losses
+    assert f"| h100/group | peak_mb: fdora | PEFT LoRA | {lost} |" in losses
 
 
 def test_training_steps_are_lost_and_won_too():
     """Against counts that share no code: wall and GPU time of bench.steps, forwards of bench.issue_time."""
     load = lambda name: records.result(f"h200/{name}")  # noqa: E731
     losses = report.losses()
-    for field, what in (("ms", "wall"), ("gpu_ms", "GPU")):
+    for field in ("ms", "gpu_ms"):
         times = {}
         for x in load("steps")["rows"]:
             times.setdefault((x["model"], x["S"], x["r"], x["mode"]), {})[x["way"]] = x[field]
         shares = [each["use_fdora"] / each["peft_lora"] for each in times.values()]
-        row, lost = f"| h200/steps | training step, {what} time: use_fdora | PEFT LoRA |", sum(share > 1 for share in shares)
+        row, lost = f"| h200/steps | {field}: use_fdora | PEFT LoRA |", sum(share > 1 for share in shares)
         said = f"{row} {lost} of {len(shares)} | {max(shares):.2f} | model "
         assert said in losses if lost else row not in losses
     times = {}
     for x in load("steps_compiled")["rows"]:
         times.setdefault((x["model"], x["compiled"], x["mode"]), {})[x["way"]] = x["ms"]
     lost = f"{sum(each['use_fdora_fused'] > each['peft_lora'] for each in times.values())} of {len(times)}"
-    assert f"| h200/steps_compiled | training step, wall time: use_fdora(fuse=True) | PEFT LoRA | {lost} | " in losses
+    assert f"| h200/steps_compiled | ms: use_fdora(fuse=True) | PEFT LoRA | {lost} | " in losses
     shares = [run["ms"]["use_fdora"]["forward"] / run["ms"]["peft_lora"]["forward"] for run in load("issue_time")["runs"]]
-    row = "| h200/issue_time | time to issue a forward: use_fdora | PEFT LoRA |"
+    row = "| h200/issue_time | forward ms: use_fdora | PEFT LoRA |"
     lost = sum(share > 1 for share in shares)
-    assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | run " in losses) if lost else (row not in losses)
+    assert (f"{row} {lost} of {len(shares)} | {max(shares):.2f} | " in losses) if lost else (row not in losses)
     page = RESULTS.partition("## Training steps, few tokens and many")[2].partition("\n## ")[0]
     runs = [records.result(name)["rows"] for name in records.names("steps")]
     cases = [{(x["model"], x["S"], x["r"], x["mode"], x["compiled"]) for x in rows} for rows in runs]
     models = {model for each in cases for model, *_ in each}
-    assert sum(page.count(f"\n| {model}, S ") for model in models) == sum(map(len, cases)) >= 96
+    assert sum(page.count(f"\n| model {model}, S ") for model in models) == sum(map(len, cases)) >= 96
     unfused = sum(any(x["way"] == "use_fdora" for x in rows) for rows in runs)
-    assert page.count(" | use_fdora | ") == unfused + len(shares)
+    assert page.count(" | use_fdora ms | ") == unfused
+    ms = {("model {model}, S {S}, r {r}, mode {mode}".format(**x), x["way"]): x["ms"] for x in load("steps")["rows"]}
+    for row in shown_rows("h200/steps"):
+        share = ms[row["case"], "use_fdora"] / ms[row["case"], "peft_lora"]
+        assert row["use_fdora ms of LoRA's"] == str(round(share, 3)), row["case"]
+    issued = shown_rows("h200/issue_time")
+    assert [row["use_fdora forward ms"] for row in issued] == [
+        six(x["ms"]["use_fdora"]["forward"]) for x in load("issue_time")["runs"]
+    ]
 
 
 def test_every_source_has_a_machine_and_a_torch():
@@ -584,7 +606,7 @@ def test_one_seed_in_two_files_is_an_error(elsewhere):
 
 
 def test_the_suite_enters_the_page(tmp_path, monkeypatch):
-    """bf16 alone, both backends in one line."""
+    """Both backends, each in a line."""
     sizes = {"op": "linear", "M": 16, "K": 48, "N": 32, "r": 4, "norm": "given", "mode": "fwd", "dtype": "bfloat16"}
     rows = [
         sizes | {"adapter": adapter, "backend": backend, "ms": ms, "wall_ms": 2 * ms} | ({} if ms > 4 else {"of_roof": 0.5})
@@ -596,8 +618,8 @@ def test_the_suite_enters_the_page(tmp_path, monkeypatch):
     result = {"about": {"commit": "abc"}, "rows": rows, "problem": "cut off"}
     records.save(f"{tmp_path}/results/suite.jsonl:h100/suite", result)
     page = report.document()
-    assert "| linear | 16 | 48 | 32 | 4 | given | fwd | 4.250 / 8.500 /  | 1.500 / 3.000 / 0.5 |\n" in page
-    assert "7.125" not in page and re.search(r"^\| h100/suite \|.*\| abc, cut off \|$", page, re.M)
+    assert shown_rows("h100/suite", page) == [{key: str(value) for key, value in row.items()} for row in rows]
+    assert re.search(r"^\| h100/suite \|.*\| abc, cut off \|$", page, re.M)
 
 
 def test_a_mark_that_is_missing_is_an_error():

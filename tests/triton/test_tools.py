@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from bench import clock, multi, records, tune, ways
+from bench import clock, records, tune, ways
 from fdora.triton.multi_bwd import grad_config
 from fdora.triton.multi_gemm import h_config
 from fdora.triton.multi_norm import strip_config
@@ -35,7 +35,6 @@ def test_every_chooser_is_where_plans_look_it_up(name):
 def test_plans_take_a_candidate_which_is_checked(name, monkeypatch):
     """On this device, in float16, one beside what plans choose: a chooser that nobody asks is none."""
     monkeypatch.setattr(tune, "DTYPE", HALF[0])
-    monkeypatch.setattr(multi, "BF16", HALF[0])
     monkeypatch.setattr(ways, "BF16", HALF[0])
     monkeypatch.setattr(clock, "launches_of", lambda *_: 1)
     op, asked = tune.OPS[name], []
