@@ -168,8 +168,10 @@ def multi_together(x: Tensor, layers: Sequence[dict[str, Any]], offsets: Tensor,
     Memory: keeps x, and of each layer what its own call keeps; not f(gate) up.
     """
     if not are_one(x, layers, act):
-        ys = [dora_linear_multi(x, offsets=offsets, **of) for of in layers]
-        return ys if act is None else (gated_act(ys[0], ys[1], act, backend=layers[0].get("backend", "auto")),)
+        if act is None:
+            return [dora_linear_multi(x, offsets=offsets, **of) for of in layers]
+        gate, up = multi_together(x, layers, offsets)
+        return (gated_act(gate, up, act, backend=layers[0].get("backend", "auto")),)
     fn, ready = "dora_linear_multi", []
     for of in layers:
         layer = DoraLayer(of["W"], of["A"], of["B"], of["m"], of["s"], of.get("bias"), of.get("norm"))
@@ -193,11 +195,12 @@ def are_one(x: Tensor, layers: Sequence[dict[str, Any]], act: Any) -> bool:
 
 
 def is_plain_product(
-    x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dropout_p: Any = 0.0, dropout_mode: str = "lora", **_: Any
+    x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dropout_p: Any = 0.0, dropout_mode: str = "lora", **more: Any
 ) -> bool:
     """Whether such a layer is one half-precision product with a dense W here, forward and backward."""
     twice = dropout_mode == "peft" and m is not None and (isinstance(dropout_p, Tensor) or dropout_p != 0)
-    return not (isinstance(W, QuantWeight) or is_sharded(x, W, A, B, m) or twice) and W.dtype.itemsize == 2
+    eight = isinstance(W, QuantWeight) or not more.keys().isdisjoint(("compute", "grad_compute"))
+    return not (eight or twice or is_sharded(x, W, A, B, m)) and W.dtype.itemsize == 2
 
 
 def check_multi(

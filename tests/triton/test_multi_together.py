@@ -66,6 +66,23 @@ def test_an_output_that_nobody_used_has_no_gradient():
     assert all(map(torch.equal, grads[:4], expected)) and grads[4:] == (None,) * 3
 
 
+def test_plain_lora_is_one_node_before_its_activation():
+    x, layers, offsets, leaves = made(device.NAME, HALF[0], [70, 200], 4)
+    plain = [of | {"m": None, "norm": None} for of in layers]
+    (a,) = multi_together(x, plain, offsets, "silu")
+    expected = gated_act(*(dora_linear_multi(x, offsets=offsets, **of) for of in plain), "silu", backend="triton")
+    assert torch.equal(a, expected) and len({fn for fn, _ in a.grad_fn.next_functions}) == 1
+    leaves, da = [x, *(of[n] for of in plain for n in "AB")], torch.randn_like(a)
+    for mine, other in zip(torch.autograd.grad(a, leaves, da), torch.autograd.grad(expected, leaves, da), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
+
+
+def test_what_is_no_plain_product_is_a_call_of_its_own():
+    x, layers, offsets, _ = made(device.NAME, HALF[0], [200], 4)
+    with pytest.raises(FdoraError, match="`compute`"):
+        multi_together(x, [of | {"compute": "fp8"} for of in layers], offsets)
+
+
 def test_what_is_refused_as_by_the_node_of_each():
     x, pair, offsets, _ = made(device.NAME, HALF[0], [200], 4)
     with pytest.raises(FdoraError, match="`act` must be one of silu"):
