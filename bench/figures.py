@@ -222,6 +222,40 @@ def timeline(axes, name: str) -> None:
     finish(axes, f"share of the operations of a step, {machine(name)}", "GiB allocated; reserved dashed")
 
 
+def kernels(axes, panel: tuple[str, str]) -> None:
+    """The time of one block by kind of kernel, a bar for each way."""
+    name, mode = panel
+    ways = {tag: found for tag, found in result(name)["kernels"].items() if tag.split(", ")[0] == mode}
+    ends = dict.fromkeys(ways, 0.0)
+    for kind in KERNELS:
+        us = [sum(k["us"] for k in found if kind == kind_of(k["name"])) for found in ways.values()]
+        axes.barh(list(ways), [each / 1e3 for each in us], left=[end / 1e3 for end in ends.values()], label=kind)
+        ends = {way: end + each for (way, end), each in zip(ends.items(), us, strict=True)}
+    labels = [", ".join([NAMES.get(way, way), *how]) for _, way, *how in (tag.split(", ") for tag in ways)]
+    axes.set_yticks(range(len(ways)), labels, fontsize=7)
+    axes.invert_yaxis()
+    finish(axes, f"ms of a block, {mode}, {name}", "", loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=6)
+
+
+# A kernel is of the first kind of which its name has a part; those of torch and cuDNN have many.
+KERNELS = {
+    "written by Inductor": ("triton_",),
+    "products": ("nvjet", "gemm", "cutlass", "rest_kernel", "factors_kernel"),
+    "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
+    "torch's": ("void ", "Memset", "Memcpy"),
+    "fdora's passes": ("",),
+}
+
+
+def kind_of(name: str) -> str:
+    return next(kind for kind, parts in KERNELS.items() if any(part in name for part in parts))
+
+
+def with_kernels() -> list[tuple[str, str]]:
+    """Runs and modes of which kernels are known."""
+    return [(n, mode) for n in names("vit") for mode in {tag.split(", ")[0]: 0 for tag in result(n)["kernels"]}]
+
+
 def stages(axes, panel: tuple[str, int]) -> None:
     """Bubbles by the number of adapters."""
     for way in ("padded", "mLoRA", "side by side", "schedule", "chosen"):
@@ -249,6 +283,7 @@ FIGURES = {
         lambda: [(n, k) for n in studied("spread") for k in sorted({x["steps"] for x in result(n)["rows"]})], spread
     ),
     "timeline": Figure(partial(studied, "timeline"), timeline),
+    "kernels": Figure(with_kernels, kernels),
     "stages": Figure(
         lambda: [(n, w) for n in names("stages") for w in sorted({x["world"] for x in result(n)["rows"]})], stages
     ),

@@ -534,7 +534,7 @@ SECTIONS = {
     "Whole models": Section(("model_",), tuple(figure(f"sweep_{size}", f"Time and memory against {size}") for size in SWEPT)),
     "Fine-tuning, step by step": Section(("train_",), (figure("losses", "Loss of a step, and differences"), convergence)),
     "Quantised base weights": Section(("quant",), (QUANTISED,)),
-    "A vision transformer": Section(("vit",), (VISION,)),
+    "A vision transformer": Section(("vit",), (figure("kernels", "Kernels of a block, eager and compiled"), VISION)),
     "Diffusion models": Section(("diffusion",), (DIFFUSION,)),
     "Serving": Section(("serve",), (SERVING,)),
     "Gradients through the norm": Section(("full",)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import profile, records, vit
+from bench import figures, profile, records, vit
 from bench.vit_model import GIANT, TINY, Vit, fold_scale
 from fdora.functional import dora_linear, explain
 from fdora.integrations._peft import blocks
@@ -69,3 +69,22 @@ def test_profile(what, tmp_path, capsys):
     trace = (tmp_path / "trace.json").read_text()
     assert json.loads(trace)["traceEvents"] and ('"block 0"' in trace) == what.startswith("vit")
     assert (tmp_path / "kernels.md").read_text() in capsys.readouterr().out + "\n"
+
+
+def test_kernels_are_drawn_by_kind():
+    """Each bar is as long as the kernels of its way, and each kind is there."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="draws a picture; `make test` installs it")
+    axes = pyplot.figure().subplots()
+    figures.kernels(axes, ("h200/vit", "inference"))
+    ways = {tag: found for tag, found in records.result("h200/vit")["kernels"].items() if tag.startswith("inference")}
+    ends = {}
+    for bar in axes.patches:
+        ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
+    assert [*ends.values()] == pytest.approx([sum(kernel["us"] for kernel in found) / 1e3 for found in ways.values()])
+    kinds = {
+        "products": "gemm_tma_kernel",
+        "fdora's passes": "epilogue_kernel",
+        "torch's": "void at::native::reduce_kernel<512>",
+    }
+    kinds |= {"attention": "void cudnn::fusion::compute_dot", "written by Inductor": "triton_poi_fused_flash_attention_2"}
+    assert {kind: figures.kind_of(name) for kind, name in kinds.items()} == {kind: kind for kind in figures.KERNELS}
