@@ -146,6 +146,8 @@ def written(weights: Sequence[Coded | None]) -> tuple[list[str], list[int]]:
         elif isinstance(W.form, Ints):
             text += [W.form.code, "", ""]
             numbers += [*W.shape, W.form.group, -W.form.bits if W.form.indexed else W.form.bits]
+        elif not code_of(W.form):
+            raise ValueError(f"no kernel reads weights of {W.form}")  # written as nothing it would be a tensor
         else:
             text += [code_of(W.form), W.form.scale, "transposed" if W.form.transposed else ""]
             numbers += [*W.shape, *W.form.block]
