@@ -128,9 +128,9 @@ def one_by_one(project: Project, names: Sequence[str], x: Tensor, act: str | Non
 
 def block(project: Project, x: Tensor, data: Data, sizes: Sizes, together: Any = one_by_one) -> Tensor:
     """``together``: of layers on one x the outputs, or of two f(gate) up."""
-    qkv, mlp = (LINEARS[:3], None), (("gate_proj", "up_proj"), "silu")
-    x = x + attention(project, together(project, qkv[0], F.rms_norm(x, x.shape[-1:]), qkv[1]), data, sizes)
-    return x + project("down_proj", *together(project, mlp[0], F.rms_norm(x, x.shape[-1:]), mlp[1]))
+    q, k, v, _, gate, up, _ = LINEARS
+    x = x + attention(project, together(project, (q, k, v), F.rms_norm(x, x.shape[-1:]), None), data, sizes)
+    return x + project("down_proj", *together(project, (gate, up), F.rms_norm(x, x.shape[-1:]), "silu"))
 
 
 def losses_of(x: Tensor, data: Data) -> Tensor:

@@ -254,6 +254,7 @@ def plan_backward(
 ) -> None:
     """likes: that of the dx that is added, and those of the bank."""
     other, bank = plan.tokens(likes[0]), _read_bank(plan, likes[1:], p, mode, *coded)
+    assert other is None or not (is_experts(bank) or mode == "peft"), "no kernel adds it there"
     dx, *grads = plan.wanted()
     order = bank.order
     sorted_dx = dx if order is None or dx is None else plan.temp(x.shape, x.dtype)

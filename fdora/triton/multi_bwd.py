@@ -139,7 +139,6 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         if out.dx is not None:
             plain = found._replace(g=None)
             if change is not None:
-                assert of.other is None
                 plan.path = plan.path.replace("one product", CODES if change.tile else TWO)
                 dropped_dx(plan, out.dx, dy, change, dh, right, bank, plain, shape)
             else:

@@ -269,13 +269,8 @@ def multi_gemm(
         programs = min(count, plan.device.num_sms) if config.persistent else count
         assert pad is not None and laid is not None and matrix is not None
         slab = config._replace(BLOCK_K=shape.BLOCK_R)
-        given |= tiled(
-            config,
-            trans_b,
-            {"x": codes.x if codes else x},
-            {"w": matrix},
-            {"out": out, "pre_scale": pre_scale, "residual": residual},
-        )
+        ends = {"out": out, "pre_scale": pre_scale, "residual": residual}
+        given |= tiled(config, trans_b, {"x": codes.x if codes else x}, {"w": matrix}, ends)
         low: dict[str, Any] = tiled(slab, trans_b, {"h": pad}, {"b": laid.matrix, "tails": laid.tails}, {})
         given |= named("out_at pre_scale_at", (out, pre_scale) if experts else (None, None))
         given["SPAN"] = laid.height

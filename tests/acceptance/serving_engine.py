@@ -5,6 +5,7 @@ that of PEFT in the dtype of the engine, and a rounding of a logit; where the tw
 the best. Base requests go in batches of their own: vLLM 0.32 on a CPU gives them the last slot beside adapters.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -14,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -342,7 +342,8 @@ def http(name, dtype, work):
                 ask("/health")
                 break
             except OSError:
-                time.sleep(2)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(2)
         asked = prompts(6, 4)
         ask("/v1/load_lora_adapter", lora_name="med", lora_path=str(folder / "med"))
         for who in ("law", "med"):

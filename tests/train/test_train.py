@@ -28,9 +28,10 @@ from transformers import (
 from fdora import FdoraError
 from fdora.eager.dropout import drop
 from fdora.functional import DoraParams, dora_linear_multi
+from fdora.integrations._peft.blocks import Shared
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
-from fdora.jobs.causal.banks import Group, Layer, arguments, layers_of, norm_of, norms_of, running
+from fdora.jobs.causal.banks import Layer, arguments, layers_of, norm_of, norms_of, one_of, running
 from fdora.jobs.causal.data import Packed
 from fdora.jobs.loop import Job
 from fdora.jobs.loop.step import leaves_of
@@ -430,17 +431,21 @@ def test_layers_on_one_x_are_computed_together():
         calls.append(len(modules))
         return [(10 * len(modules) + i) * x for i, _ in enumerate(modules)]
 
-    group, x, other = Group([q, k, v], run), torch.ones(2), torch.full((2,), 3.0)
-    assert [group.output(each, x)[0].item() for each in (q, k, v)] == [30, 31, 32] and calls == [3]
-    group.output(q, x)
-    assert group.output(k, other)[0] == 30 and group.output(v, other)[0] == 30 and calls == [3, 3, 1, 1]
-    group.output(q, x)
+    shared, x, other = Shared([q, k, v], run), torch.ones(2), torch.full((2,), 3.0)
+
+    def first(place, x):
+        return one_of(shared, (q, k, v)[place], place, run, x)[0].item()
+
+    assert [first(place, x) for place in range(3)] == [30, 31, 32] and calls == [3]
+    first(0, x)
+    assert first(1, other) == 30 and first(2, other) == 30 and calls == [3, 3, 1, 1]
+    first(0, x)
     x.add_(1)
-    assert group.output(k, x)[0] == 20 and calls[4:] == [3, 1]
-    group.output(q, x)
+    assert first(1, x) == 20 and calls[4:] == [3, 1]
+    first(0, x)
     with torch.no_grad():
-        assert group.output(k, x)[0] == 20 and calls[6:] == [3, 1]
-    assert not group.waiting
+        assert first(1, x) == 20 and calls[6:] == [3, 1]
+    assert shared.waiting is None
 
 
 def test_the_model_is_its_own_again():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +217,11 @@ class Waiting(NamedTuple):
 
 
 class Shared:
-    """q, k and v of one attention."""
+    """q, k and v of one attention, or others that are called one by one on one x: the first computes all.
+    ``compute(x, layers)``: in the place of the layers' own calls."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: Sequence[Any], compute: Callable[..., Sequence[Tensor]] | None = None):
+        self.compute = compute
         self.layers = [weakref.ref(layer) for layer in layers]  # they hold this: a cycle would outlive merge_and_unload
         self.waiting: Waiting | None = None
 
@@ -237,8 +239,10 @@ class Shared:
         if place:
             return None
         members = tuple([each() for each in self.layers])
-        known = None if traced else ready(members, x, alone=False)
-        if known is not None:
+        known = None if traced or self.compute else ready(members, x, alone=False)
+        if self.compute is not None:
+            y, *rest = self.compute(x, members)
+        elif known is not None:
             y, *rest = prepared.call(*known)
         else:
             calls = together(members, x)

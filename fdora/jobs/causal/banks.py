@@ -138,25 +138,6 @@ Logits = Callable[..., Tensor]
 what these make of x, or of the tokens without it; (M, hidden) where the last is not among them."""
 
 
-class Group:
-    """Layers that are called one by one on one x: the first computes all, the others hand over what waits for them."""
-
-    def __init__(self, modules: Sequence[nn.Module], run: Callable[..., Sequence[Tensor]]):
-        self.modules, self.run, self.waiting = modules, run, dict[nn.Module, tuple[Tensor, tuple[int, bool], Tensor]]()
-
-    def output(self, module: nn.Module, x: Tensor) -> Tensor:
-        from fdora.integrations._norm import version
-
-        now = version(x), torch.is_grad_enabled()
-        of, then, y = self.waiting.pop(module, (None, now, x))
-        if of is x and then == now:
-            return y
-        modules = self.modules if module is self.modules[0] else [module]
-        first, *rest = self.run(x, modules)
-        self.waiting = {each: (x, now, y) for each, y in zip(modules[1:], rest, strict=True)}
-        return first
-
-
 @contextmanager
 def running(model: Any, layers: Mapping[str, Layer], blocks: Sequence[nn.Module] = ()) -> Iterator[Logits]:
     """The model's layers are these until the end: backward may run them again (activation checkpointing). What stood in their
@@ -220,7 +201,7 @@ def forwards_of(
 ) -> dict[nn.Module, Callable[..., Any]]:
     """Of the adapted layers, those that read one x together, and of the gated MLPs. ``run(x, modules)``: what these make of x;
     with an activation, f(first) second."""
-    from fdora.integrations._peft.blocks import projections
+    from fdora.integrations._peft.blocks import Shared, projections
 
     def gated(gate: nn.Module, up: nn.Module, act: Any, x: Tensor) -> Tensor:
         if gate in adapted and up in adapted:
@@ -229,9 +210,16 @@ def forwards_of(
 
     placed = gated_mlps_of(inner, gated)
     for modules in chain(map(projections, inner.modules()), ([module] for module in adapted)):
-        group = Group([each for each in modules if each in adapted and each not in placed], run)
-        placed |= {module: partial(group.output, module) for module in group.modules}
+        members = [each for each in modules if each in adapted and each not in placed]
+        shared = Shared(members, run)
+        placed |= {module: partial(one_of, shared, module, place, run) for place, module in enumerate(members)}
     return placed
+
+
+def one_of(shared: Any, module: nn.Module, place: int, run: Callable[..., Sequence[Tensor]], x: Tensor) -> Tensor:
+    """What waits for the layer, or what it makes of x alone."""
+    y: Tensor | None = shared.output(module, x, place, False)
+    return run(x, [module])[0] if y is None else y
 
 
 def check_forward(inner: Any) -> None:

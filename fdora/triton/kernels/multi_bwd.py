@@ -51,7 +51,7 @@ def multi_gated_kernel(
     layers."""
     n, pair = strip_at(N, BLOCK_N, FLAT)
     _, a, lo, hi = pair_of(pair, offsets, G, M, ROWS, BLOCK_G)
-    g, g_beside = g_of_adapter(m_gate, c_gate, a, n, G, N)[None, :], g_of_adapter(m_up, c_up, a, n, G, N)[None, :]
+    g_gate, g_up = g_of_adapter(m_gate, c_gate, a, n, G, N)[None, :], g_of_adapter(m_up, c_up, a, n, G, N)[None, :]
     da, gate, up = Matrix(da, stride_da, None), Matrix(gate, stride_gate, None), Matrix(up, stride_up, None)
     sum_gate, sum_up = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
     for i in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
@@ -60,8 +60,8 @@ def multi_gated_kernel(
         z, u = loaded(gate, t, n, hi, N).to(tl.float32), loaded(up, t, n, hi, N).to(tl.float32)
         d_gate = gradient_of(d.to(tl.float32), z, u, False, ACT).to(d.dtype).to(tl.float32)
         d_up = gradient_of(d.to(tl.float32), z, u, True, ACT).to(d.dtype).to(tl.float32)
-        store(times_g(d_gate, g, d.dtype), Matrix(dz_gate, N, None), t, n, hi, N)
-        store(times_g(d_up, g_beside, d.dtype), Matrix(dz_up, N, None), t, n, hi, N)
+        store(times_g(d_gate, g_gate, d.dtype), Matrix(dz_gate, N, None), t, n, hi, N)
+        store(times_g(d_up, g_up, d.dtype), Matrix(dz_up, N, None), t, n, hi, N)
         sum_gate += d_gate * z
         sum_up += d_up * u
     at = pair.to(tl.int64) * N + n
