@@ -445,6 +445,8 @@ def test_layers_on_one_x_are_computed_together():
     first(0, x)
     with torch.no_grad():
         assert first(1, x) == 20 and calls[6:] == [3, 1]
+    alone = Shared([q], run)
+    assert one_of(alone, q, 0, run, x)[0] == 20 and alone.waiting is None  # it holds no x
     assert shared.waiting is None
 
 

@@ -249,7 +249,7 @@ class Shared:
             if calls is None:
                 return None
             y, *rest = run(x, calls)
-        self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1)))
+        self.waiting = Waiting(x, now, grad, dict(enumerate(rest, 1))) if rest else None
         return y
 
 
