@@ -49,7 +49,7 @@ from fdora.triton.multi_gemm import (
     turned,
 )
 from fdora.triton.multi_norm import bank_norm as bank_norm
-from fdora.triton.multi_rows import drop, rank_table, sort, unsort
+from fdora.triton.multi_rows import drop, rank_table, sort, unsort, wants_copy
 from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
 from fdora.triton.multi_table import multi_table, takes_table
@@ -197,16 +197,14 @@ def _by_segments(plan: Builder, x: Array, bank: Any, codes: GemmConfig | None, o
     else:
         W = turned(bank.W) if experts else operand(plan, in_dtype(plan, bank.W, t)).T
         shape = shape_of(plan, x, y, W, R, G, pre_scale is not None, bank.order is not None)
-    right = Right(W, bank.B, True)
-    beside = bank.seed is None and copies_beside(plan.device, shape)
-    if bank.seed is None:
-        pad = low_rank_input(plan, x, bank.A, False, bank, shape, h, beside)
+    right, beside = Right(W, bank.B, True), copies_beside(plan.device, shape)
+    left, drawn = x, bank  # of h
+    if bank.seed is not None and wants_copy(R):
+        left, drawn = drop(plan, x, bank, routes(plan, bank, M, behind(R))), bank._replace(order=None, seed=None)
+    pad = low_rank_input(plan, left, bank.A, False, drawn, shape, h, beside, "mask" if drawn.seed is not None else "")
     laid = lay(plan, right, shape, t, ranks or None, bank.ranks, beside)
-    found = routes(plan, bank, M, shape, laid, y, pre_scale)
-    if bank.seed is not None:
-        dropped = drop(plan, x, bank, found.ids)
-        pad = low_rank_input(plan, dropped, bank.A, False, bank._replace(order=None), shape, h)
-    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias), of_codes=product)
+    found = routes(plan, bank._replace(seed=None), M, shape, laid, y, pre_scale)
+    multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias), product)
     if codes and experts:
         return "x A_e^T by segments, x as e4m3 codes, then one grouped product of codes; low-rank term and g inside"
     if codes:

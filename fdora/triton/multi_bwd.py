@@ -32,6 +32,7 @@ from fdora.triton.multi_gemm import (
     Wanted,
     behind,
     block_of,
+    drawn,
     grouped,
     lay,
     low_rank_input,
@@ -39,7 +40,7 @@ from fdora.triton.multi_gemm import (
     routes,
     shape_of,
 )
-from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table
+from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table, wants_copy
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array
@@ -118,7 +119,9 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
     elif codes is not None or bank.W is None:
         shape = behind(R)._replace(experts=G if bank.experts else 0)
     else:
-        shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, G, of.other is not None, bank.seed is not None)
+        # from sm_100 on the positions of a mask are one more tile
+        extra = of.other is not None or (bank.seed is not None and plan.device.capability >= 100)
+        shape = shape_of(plan, dz or dy, out.dx or x, bank.W, R, G, extra, bank.mode == "peft")
     bank = bank._replace(ranks=rank_table(plan, numbers))
     right = Right(W.codes.T if codes is not None else bank.W, bank.A, False)  # of codes it says how b has to lie
     seen = None if h is None else Seen(h, bank.offsets)
@@ -135,17 +138,17 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         product = partial(dz_of_codes, plan, dz=dz, W=W, config=codes)
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
-        pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh)
+        pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh, False, "" if bank.seed is None else "gain")
         if out.dx is not None:
             plain = found._replace(g=None)
             if change is not None:
                 plan.path = plan.path.replace("one product", CODES if change.tile else TWO)
                 dropped_dx(plan, out.dx, dy, change, dh, right, bank, plain, shape)
             else:
-                wanted, masked = Wanted(out.dx, residual=of.other), bank.seed is not None
-                multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, wanted, masked, product)
+                wanted = Wanted(out.dx, residual=of.other)
+                multi_gemm(plan, dz, dh, pad, right, laid, bank, plain, shape, wanted, product)
         if out.dA is not None:
-            _gradient(plan, out.dA, dh, drop(plan, x, bank, found.ids), bank, True)
+            _gradient_of_A(plan, out.dA, dh, x, bank, found)
     if out.dB is not None and not fused:
         assert h is not None
         _gradient(plan, out.dB, dz, h, bank, False)
@@ -174,9 +177,8 @@ def _scale(plan: Builder, of: Given, found: Routes, dz: Array | None, out: Out, 
         given = {"dy": dy, "saved": kept, "h": h if block_r else None, "dz": dz, "M": M, "G": G, "N": N, "R": R, "FLAT": flat}
         given |= {"partial_m": partial_m, "partial_bias": partial_bias, "partial_B": partial_B}
         given |= {"stride_hm": 0 if h is None else h.stride[0], "BLOCK_R": block_r, "ROWS": rows, "BLOCK_G": block_of(G)}
-        lead = 1.0 if change and change.tile else 0.0
-        apart = is_apart(bank) and lead > 0
-        given |= {"beside": change and change.z, "lead": lead, "gain": 1 / (1 - lead * bank.p)}
+        apart = change is not None and is_apart(bank)
+        given |= {"beside": change and change.z, "lead": 1.0 if change and change.tile else 0.0, "gain": 1 / (1 - bank.p)}
         given |= {"APART": apart, "seed": bank.seed if apart else None}
         plan.launch(multi_scale_kernel, grid, given, found, bank, config)
     if out.dB is not None and partial_B is not None:
@@ -253,8 +255,16 @@ def longer(M: int, N: int, G: int, rows: int, num_sms: int) -> int:
     return 8 if cdiv(M, 8 * rows) * cdiv(N, 64) >= 2 * num_sms else 2
 
 
-def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_first: bool) -> None:
-    """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q)."""
+def _gradient_of_A(plan: Builder, out: Array, dh: Array, x: Array, bank: Any, found: Routes) -> None:
+    """dh has the factor of dropout."""
+    masked = bank.seed is not None
+    if masked and wants_copy(dh.shape[1]):
+        x, masked = drop(plan, x, bank, found, False), False
+    _gradient(plan, out, dh, x, bank, True, masked)
+
+
+def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_first: bool, masked: bool = False) -> None:
+    """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q). ``masked``: v is dropped."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
     if not out.numel:
         return
@@ -271,7 +281,7 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_fir
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q))
     given = {"u": u, "v": v, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
-    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows}
+    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows, "MASKED": masked} | drawn(bank, masked)
     given |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "BLOCK_G": block_of(G)}
     plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, bank, config)
     if not single:

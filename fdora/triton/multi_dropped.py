@@ -42,7 +42,7 @@ def dropped_forward(plan: Builder, x: Array, bank: Any, out: tuple[Array, Array,
     W, to = operand(plan, in_dtype(plan, bank.W, t)), y if order is None else plan.temp(y.shape, t)
     x, bank, shape = sort(plan, x, order), bank._replace(order=None), behind(h.shape[1])
     found = routes(plan, bank, x.shape[0], shape)
-    xd, other = drop(plan, x, bank, found.ids), plan.temp(y.shape, t)
+    xd, other = drop(plan, x, bank, found), plan.temp(y.shape, t)
     low_rank_input(plan, xd, bank.A, False, bank, shape, h)
     tile = tile_of_bank(plan, x, W, W.shape[0], bank)
     if tile is None:
@@ -79,4 +79,4 @@ def dropped_dx(
     else:
         product_of_change(plan, other, z, dy, bank.W, tile)
     wanted, first = Wanted(dx, None, None, other, kind_of(tile)), dy if tile is None else z
-    multi_gemm(plan, first, dh, None, right, None, bank, found, shape, wanted, True)
+    multi_gemm(plan, first, dh, None, right, None, bank, found, shape, wanted)

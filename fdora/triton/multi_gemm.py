@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ from fdora.triton.tiles.product import Ask, bank_config, grouped_config
 BLOCK_GN = 1024  # columns of g that a program writes
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the pass behind cuBLAS
 APART = 1024  # tokens: cuBLAS and a pass out of the cache take less than tiles of several adapters and a look at the bank
+UNDRAWN: dict[str, Any] = {"seed": None, "threshold": 0, "APART": False}
 MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
@@ -142,6 +143,7 @@ class Routes(NamedTuple):
     """Whose tokens are where, for tiles of BLOCK_M rows."""
 
     ids: Array | None  # (M,) segment of each token; not of experts
+    keys: Array | None  # (2, M) of each token what its mask is drawn from, and the threshold; of dropout
     route: Array  # (tiles + 1, 4) first and last segment, steps of low rank and where they begin; of experts: kernels/multi.py
     steps: Array | None  # adapter * 32768 + slab
     g: Array | None  # (G + 1, N), 1 behind the last adapter
@@ -172,22 +174,33 @@ def routes(
     flags, tails = (None, False) if laid is None else (laid.flags, laid.tails is not None)
     with_g = bank.m is not None or flags is not None
     g = plan.temp((G + 1, N)) if with_g else None
+    keys = None if bank.seed is None else plan.temp((2, M), torch.int32)
     blocks = (G + 1) * cdiv(N, BLOCK_GN) if with_g else 0
     width = 0 if out is None else out.shape[1]
     grid = (tiles + blocks + (cdiv(M, TAIL_M) if width else 0),)
-    made = Routes(ids, route, steps, g)
+    made = Routes(ids, keys, route, steps, g)
     given = {"flags": flags, "out": out, "pre_scale": pre_scale, "M": M, "G": G, "N": N, "R": R, "span": span, "tiles": tiles}
     given |= {"blocks": blocks, "width": width, "FLAGS": 0 if flags is None else flags.shape[1], "EXPERTS": experts}
+    given |= drawn(bank, keys is not None)
     given |= {"TAILS": tails, "BLOCK_M": shape.BLOCK_M, "BLOCK_R": shape.BLOCK_R, "BLOCK_G": block_of(G), "BLOCK_N": BLOCK_GN}
     plan.launch(multi_routes_kernel, grid, given, made, bank)
     return made
 
 
 def low_rank_input(
-    plan: Builder, x: Array, f: Array, trans: bool, bank: Any, shape: Shape, h: Array, beside: bool = False
+    plan: Builder,
+    x: Array,
+    f: Array,
+    trans: bool,
+    bank: Any,
+    shape: Shape,
+    h: Array,
+    beside: bool = False,
+    dropout: Literal["", "gain", "mask"] = "",
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it. ``beside``: the next kernel runs beside this one."""
+    experts as TMA reads it. ``beside``: the next kernel runs beside this one. ``dropout``: times 1 / (1 - p), and of the
+    dropped x for "mask"."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_r, by_k = f.stride[:0:-1] if trans else f.stride[1:]
     padded, tile, half = shape.tma, shape.BLOCK_M, x.dtype != torch.float32
@@ -201,11 +214,19 @@ def low_rank_input(
     config = h_config(int(M), K, R, G, half, beside, experts, plan.device)
     narrower = half and f.itemsize == 4 and config.BLOCK_K > 128  # float32 factors: as many bytes under way
     config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
+    if dropout == "mask" and config.BLOCK_M == 64:  # as many rows make a product that reads registers (private.NOT_AHEAD)
+        config = HConfig(32, config.BLOCK_R, min(128, config.BLOCK_K), 4, 4)
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
     given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
     given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
+    given |= drawn(bank, dropout != "") | {"gain": 1 / (1 - bank.p) if dropout else None, "MASKED": dropout == "mask"}
     plan.launch(multi_h_kernel, grid, {**given, "BLOCK_G": block_of(G), "FLAT": flat, "PDL": beside}, bank, config)
     return pad
+
+
+def drawn(bank: Any, drops: bool) -> dict[str, Any]:
+    """What a kernel draws masks from."""
+    return {"seed": bank.seed, "threshold": threshold(bank.p), "APART": is_apart(bank)} if drops else UNDRAWN
 
 
 class Right(NamedTuple):
@@ -239,13 +260,12 @@ def multi_gemm(
     found: Routes,
     shape: Shape,
     wanted: Wanted,
-    masked: bool = False,
     of_codes: Callable[[Array], None] | Grouped | None = None,
 ) -> None:
-    """``masked``: the mask of dropout is on the term of low rank. ``of_codes``: what writes x w where that is a product of
-    codes; of experts, what is multiplied."""
+    """``found``: its keys mask the term of low rank where there is no other g. ``of_codes``: what writes x w where that is a
+    product of codes; of experts, what is multiplied."""
     codes = of_codes if isinstance(of_codes, Grouped) else None
-    (out, pre_scale, *_, residual), p = wanted, bank.p
+    out, pre_scale, *_, residual = wanted
     (M, K), N, R, G = x.shape, out.shape[1], h.shape[1], bank.A.shape[0]
     if out.numel == 0:
         return
@@ -255,11 +275,9 @@ def multi_gemm(
     given: dict[str, Any] = {"M": M, "N": N, "R": R}
     by_pointers = {"h": h, "b": b, "G": G, "stride_br": by_r, "stride_bn": by_n}
     if config is None:
-        wide = plan.temp(out.shape) if (masked or wanted.other is not None) and of_codes is None else out
-        masked |= wanted.OTHER == "codes"  # by p alone, in forward
+        wide = plan.temp(out.shape) if found.keys is not None and of_codes is None else out
         of_codes(wide) if callable(of_codes) else plan.product(wide, x, w)
-        given |= {"v": wide, "seed": bank.seed if masked else None, "threshold": threshold(p), "keep_scale": 1 / (1 - p)}
-        given |= {"BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}
+        given |= {"v": wide, "keep_scale": 1 / (1 - bank.p), "BLOCK_R": min(32, shape.BLOCK_R), "APART": is_apart(bank)}
         plan.launch(multi_epilogue_kernel, "M N", given | by_pointers, found, wanted, bank, TILE, num_stages=2)
         return
     count = most * cdiv(N, config.BLOCK_N)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from fdora.triton.dropout import threshold
 from fdora.triton.kernels.multi import multi_ranks_kernel
 from fdora.triton.kernels.multi_route import multi_count_kernel, multi_route_kernel
 from fdora.triton.kernels.multi_rows import bank_kernel, multi_drop_kernel, rows_kernel
@@ -67,14 +66,17 @@ def is_apart(bank: Any) -> bool:
     return bank.seed is not None and bank.seed.numel > bank.A.shape[0]
 
 
-def drop(plan: Builder, x: Array, bank: Any, ids: Array | None) -> Array:
-    """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; x itself without seeds."""
-    if bank.seed is None:
-        return x
-    out, p = plan.temp(x.shape, x.dtype), bank.p
-    given = {"x": x, "out": out, "ids": ids, "threshold": threshold(p), "scale": 1 / (1 - p), "G": bank.A.shape[0]}
-    given["APART"] = is_apart(bank)
-    plan.launch(multi_drop_kernel, "M K", given | named("M K", x.shape), bank, TILE)
+def wants_copy(R: int) -> bool:
+    """Whether sums of this rank read a copy of the dropped x: in more than two strips of ranks, masks are drawn too often."""
+    return R > 128
+
+
+def drop(plan: Builder, x: Array, bank: Any, found: Any, gain: bool = True) -> Array:
+    """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; times 1 / (1 - p)."""
+    out, apart = plan.temp(x.shape, x.dtype), gain and is_apart(bank)
+    given = {"x": x, "out": out, "scale": 1 / (1 - bank.p) if gain else 1.0, "G": bank.A.shape[0], "APART": apart}
+    given["seed"] = bank.seed if apart else None
+    plan.launch(multi_drop_kernel, "M K", given | named("M K", x.shape), found, bank, TILE)
     return out
 
 

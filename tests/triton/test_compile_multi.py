@@ -43,7 +43,7 @@ SHAPES[100] = SHAPES[80]
 
 @pytest.mark.parametrize(("target", "shape"), [(target, shape) for target in GPUS for shape in SHAPES[target]], ids=str)
 def test_tiles(target, shape, tmp_path):
-    made = list(plans(target, *shape, bias=True))
+    made = [*plans(target, *shape, bias=True), *plans(target, *shape, seed="apart")]
     M, N, K, r, G = shape
     x, dy, h = (alike(M, n, dtype=BF16) for n in (K, N, r))
     needs = (True, True, True, False, False, False)  # onto the dx of another layer
@@ -53,7 +53,7 @@ def test_tiles(target, shape, tmp_path):
         )
     )
     products = [step for plan in made for step in launches(plan, "multi_gemm")]
-    assert len(products) == 3 and all(by_tma(step) == (target >= 90) for step in products)
+    assert len(products) == 5 and all(by_tma(step) == (target >= 90) for step in products)
     assert_builds(made, target, tmp_path, "multi", SPILL)
     assert_builds(made, target, tmp_path, "bank") if target >= 90 else None
 

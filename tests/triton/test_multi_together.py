@@ -42,6 +42,7 @@ def made(on: str, dtype: torch.dtype, ends: list[int], r: int, **more) -> tuple[
         ([3, 120, 200], 8, {"ranks": [8, 2, 5]}),
         ([3, 120, 200], 8, {"dropout_p": 0.3, "seed": 5}),
         ([3, 700, 1040], 8, {}),  # one fused product for dx
+        ([3, 700, 1040], 8, {"dropout_p": [0.3, 0.6, 0.0], "seed": 5}),  # with masks inside
     ],
 )
 def test_as_the_node_of_each(act, ends, r, more):

@@ -36,12 +36,24 @@ def keep_tile(seed, threshold, t, k, ORIGIN: tl.constexpr):
 
 @triton.jit
 def keep_rows(bits, threshold, t, k):
-    """The same for a seed that is loaded, or for one of each row."""
+    """The same for a seed that is loaded."""
+    return keep_keyed(key_of(bits, t), threshold, k)
+
+
+@triton.jit
+def key_of(bits, t):
+    """What the hash has of a token."""
     key = _mix(bits.to(tl.uint32) ^ _mix((bits >> 32).to(tl.uint32)))
     t = t.to(tl.int64)
-    row = _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))
-    # Compared as int64: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
-    return _mix(row[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]).to(tl.int64) >= threshold
+    return _mix((t + 1).to(tl.uint32) ^ key) ^ _mix((t >> 32).to(tl.uint32))
+
+
+@triton.jit
+def keep_keyed(key, threshold, k):
+    """Where the elements k of the tokens with these keys survive; ``threshold``: one, or one of each token as a column."""
+    v = (key[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]) * 0x21F0AAAD
+    # Both without a sign: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
+    return (v ^ (v >> 16)) * 0x735A2D97 >= tl.cast(threshold, tl.uint32)
 
 
 @kernel("x out", **ANY_LENGTH)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.dropout import keep_keyed, keep_rows, key_of
 from fdora.triton.kernels.g import g_tile
 from fdora.triton.kernels.tile import Matrix, addresses, both, column_at, put, row_at, vector, zeros
 from fdora.triton.runtime.cost import kernel
@@ -26,6 +27,34 @@ def bounds_of(offsets, a, G, M):
     else:
         lo, hi = tl.load(offsets + a - 1, mask=a > 0, other=0), vector(offsets, a, G, M)
     return tl.minimum(lo, M), tl.minimum(hi, M)
+
+
+@triton.jit
+def ratio_of(seed, a, G):
+    """Behind all seeds, where each adapter has its own; 0 behind the last."""
+    return vector((seed + G).to(tl.pointer_type(tl.float64)), a, G)
+
+
+@triton.jit
+def scale_of(seed, a, G):
+    """1 / (1 - p) where each adapter has its p."""
+    return (1.0 / (1.0 - ratio_of(seed, a, G))).to(tl.float32)
+
+
+@triton.jit
+def mask_of(seed, threshold, a, offsets, M, G, APART: tl.constexpr):
+    """What the mask of adapter a is drawn from: its seed, its ratio as a threshold, and its first token, from which tokens
+    count. APART: each has its ratio."""
+    lo, _ = bounds_of(offsets, a, G, M)
+    if APART:
+        threshold = (ratio_of(seed, a, G) * 4294967296.0).to(tl.int64)
+    return vector(seed, a, G), threshold, lo
+
+
+@triton.jit
+def keep_by_segments(keys, t, k, M):
+    """Where the elements (t, k) survive: of each token ``keys`` has what its adapter draws from, then all thresholds."""
+    return keep_keyed(vector(keys, t, M).to(tl.uint32), vector(keys + M, t, M)[:, None], k)
 
 
 @triton.jit
@@ -115,13 +144,18 @@ def _is_finite(flags, a, G, FLAGS: tl.constexpr):
 
 @triton.jit
 def _route(
-    tile, offsets, ranks, flags, ids, route, steps, M, G, R, span, FLAGS: tl.constexpr,
-    TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    tile, offsets, ranks, flags, seed, threshold, ids, keys, route, steps, M, G, R, span,
+    APART: tl.constexpr, FLAGS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     row = tile * BLOCK_M
     t = row + tl.arange(0, BLOCK_M)
     mine = segments_of(t, offsets, G, BLOCK_G)
     put(mine, ids, t, M)
+    if keys is not None:
+        bits, least, begin = mask_of(seed, threshold, mine, offsets, M, G, APART)
+        put(key_of(bits, t - begin), keys, t, M)
+        put(tl.zeros_like(t) + least, keys + M, t, M)
     first = tl.min(mine, axis=0)
     last = tl.max(tl.where(t < M, mine, 0), axis=0)
     base = (tile + first) * span
@@ -189,20 +223,22 @@ def _zero_tail(strip, out, offsets, M, G, width, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @kernel("ids g")
 def multi_routes_kernel(
-    offsets, ranks, flags, m, c, ids, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks, width,
-    FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    offsets, ranks, flags, m, c, seed, threshold, ids, keys, route, steps, g, out, pre_scale, M, G, N, R, span, tiles, blocks,
+    width, APART: tl.constexpr, FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TAILS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Of each tile of rows: its first and last segment, and its steps of low rank (adapter and slab), one after the other.
-    Of each token its segment, and of each segment g: 1 behind the last adapter. EXPERTS: see _route_experts; the last
-    programs write zeros behind the last segment of ``out`` and ``pre_scale``, ``width`` columns."""
+    Of each token its segment and what dropout draws from, and of each segment g: 1 behind the last adapter.
+    EXPERTS: see _route_experts; the last programs write zeros behind the last segment of ``out`` and ``pre_scale``,
+    ``width`` columns."""
     pid = tl.program_id(0)
     if pid < tiles:
         if EXPERTS:
             _route_experts(pid, offsets, route, M, G, span, tiles, BLOCK_M, BLOCK_G)
         else:
             _route(
-                pid, offsets, ranks, flags, ids, route, steps, M, G, R, span, FLAGS, TAILS, BLOCK_M, BLOCK_R, BLOCK_G
+                pid, offsets, ranks, flags, seed, threshold, ids, keys, route, steps, M, G, R, span, APART, FLAGS,
+                TAILS, BLOCK_M, BLOCK_R, BLOCK_G,
             )
     elif EXPERTS and pid >= tiles + blocks:
         if out is not None:  # backward without a dx
@@ -223,13 +259,14 @@ def multi_routes_kernel(
 
 @kernel("x f h pad", "M R K x")
 def multi_h_kernel(
-    x, f, s, offsets, order, ranks, h, pad, M, G, K, R,
+    x, f, s, offsets, order, ranks, seed, h, pad, threshold, gain, M, G, K, R,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
-    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
+    MASKED: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
-    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart."""
+    where a row belongs to another adapter. EXPERTS: the same rows as h, further apart. ``gain``: of dropout, APART that of the
+    adapter. MASKED: x is dropped."""
     if PDL:
         gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
@@ -251,14 +288,22 @@ def multi_h_kernel(
         near = (r // 8 * 8 < rank) & (r < R)
         acc = zeros(BLOCK_M, BLOCK_R)
         end = tl.where(some, K, 0)
+        if MASKED:
+            bits, least, begin = mask_of(seed, threshold, a, offsets, M, G, APART)
         for k0 in range(0, end, BLOCK_K):
             xt = tl.load(at_x, mask=both(mine, k < K - k0), other=0.0)
+            if MASKED:
+                xt = tl.where(keep_rows(bits, least, t - begin, k0 + k), xt, 0.0)
             ft = tl.load(at_f, mask=both(k < K - k0, near), other=0.0)
             acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
-        known = both(mine, r < rank)
-        out = tl.where(known, acc * vector(s, a, G), 0.0).to(h.dtype.element_ty)
+        known, scale = both(mine, r < rank), vector(s, a, G)
+        if APART:
+            scale *= scale_of(seed, a, G)
+        elif gain is not None:
+            scale *= gain
+        out = tl.where(known, acc * scale, 0.0).to(h.dtype.element_ty)
         mask = both(mine, r < R)
         tl.store(addresses(Matrix(h, stride_hm, None), t, r), out, mask=mask)
         if pad is not None and EXPERTS:

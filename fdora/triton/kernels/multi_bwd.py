@@ -6,8 +6,7 @@ import triton.language as tl
 
 from fdora.triton.kernels.act import gradient_of
 from fdora.triton.kernels.g import floored, times_g
-from fdora.triton.kernels.multi import bounds_of, g_of_adapter, pair_of, rank_of
-from fdora.triton.kernels.multi_rows import scale_of
+from fdora.triton.kernels.multi import bounds_of, g_of_adapter, mask_of, pair_of, rank_of, scale_of
 from fdora.triton.kernels.product import over_tokens
 from fdora.triton.kernels.scale import dot_rows, scaled, store_gradients, store_sums
 from fdora.triton.kernels.sums import column_sums
@@ -116,11 +115,12 @@ def multi_finish_kernel(
 
 @kernel("u v out", "M P Q u")
 def multi_grad_kernel(
-    u, v, offsets, ranks, out, M, G, P, Q, R, stride_ut, stride_vt,
-    RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
+    u, v, offsets, ranks, seed, out, threshold, M, G, P, Q, R, stride_ut, stride_vt,
+    MASKED: tl.constexpr, APART: tl.constexpr, RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
-    """u_a^T v_a over the tokens of each adapter, (G, P, Q); not SINGLE: of each pair with a strip of ROWS rows."""
+    """u_a^T v_a over the tokens of each adapter, (G, P, Q); not SINGLE: of each pair with a strip of ROWS rows. MASKED: v
+    is dropped."""
     place = tl.program_id(2)
     if SINGLE:
         a = place
@@ -131,7 +131,10 @@ def multi_grad_kernel(
     begins = tl.program_id(0) * BLOCK_P if RANK_FIRST else tl.program_id(1) * BLOCK_Q
     hi = tl.where(begins < rank_of(ranks, a, G, R), hi, lo)
     u, v = Matrix(u, stride_ut, None), Matrix(v, stride_vt, None)
-    acc = over_tokens(u, v, p, q, lo, hi, P, Q, BLOCK_T, "ieee")
+    mask = None
+    if MASKED:
+        mask = mask_of(seed, threshold, a, offsets, M, G, APART)
+    acc = over_tokens(u, v, p, q, lo, hi, P, Q, BLOCK_T, "ieee", mask)
     if SINGLE or a < G:
         store(acc, Matrix(out + place.to(tl.int64) * P * Q, Q, None), p, q, P, Q)
 

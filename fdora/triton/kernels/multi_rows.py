@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdora.triton.kernels.dropout import keep_rows
-from fdora.triton.kernels.multi import bounds_of, place_of
+from fdora.triton.kernels.multi import bounds_of, keep_by_segments, place_of, scale_of
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, both, store, vector, within, zeros
 from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_wait
@@ -98,38 +97,15 @@ def bank_kernel(
         gdc_wait()
 
 
-@triton.jit
-def ratio_of(seed, a, G):
-    """Behind all seeds, where each adapter has its own; 0 behind the last."""
-    return vector((seed + G).to(tl.pointer_type(tl.float64)), a, G)
-
-
-@triton.jit
-def scale_of(seed, a, G):
-    """1 / (1 - p) where each adapter has its p."""
-    return (1.0 / (1.0 - ratio_of(seed, a, G))).to(tl.float32)
-
-
-@triton.jit
-def drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART: tl.constexpr, other=0.0):
-    """v, ``other`` where the elements (t, k) are dropped and scaled elsewhere: a token counts from the start of its segment,
-    under the seed of its adapter. APART: each has its ratio."""
-    a = vector(ids, t, M)
-    lo, _ = bounds_of(offsets, a, G, M)
-    if APART:
-        threshold = (ratio_of(seed, a, G) * 4294967296.0).to(tl.int64)[:, None]
-        scale = scale_of(seed, a, G)[:, None]
-    keep = keep_rows(vector(seed, a, G), threshold, t - lo, k)
-    return tl.where(keep, v * scale, other)
-
-
 @kernel("x out")
 def multi_drop_kernel(
-    x, out, seed, offsets, order, ids, threshold, scale, M, G, K, stride_xm, stride_xk,
+    x, out, seed, order, ids, keys, scale, M, G, K, stride_xm, stride_xk,
     APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     t, k = block_on(0, BLOCK_M), block_on(1, BLOCK_K)
     at = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, t < M), k)
     v = tl.load(at, mask=within(t, k, M, K)).to(tl.float32)
-    v = drop_by_segments(v, seed, threshold, scale, ids, t, k, offsets, M, G, APART)
+    if APART:
+        scale = scale_of(seed, vector(ids, t, M), G)[:, None]
+    v = tl.where(keep_by_segments(keys, t, k, M), v * scale, 0.0)
     store(v, Matrix(out, K, None), t, k, M, K)

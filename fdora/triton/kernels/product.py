@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.dropout import keep_rows
 from fdora.triton.kernels.g import g_of, g_tile
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, loaded, put, vector, within, zeros
 from fdora.triton.runtime.cost import ANY_LENGTH, kernel
@@ -45,12 +46,15 @@ def products(acc, x, w, row, col, M, N, K, BLOCK_K: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None):
-    """u^T v at the columns p of u and q of v, over tokens from ``begin`` to ``end``; u (M, P), v (M, Q)."""
+def over_tokens(u, v, p, q, begin, end, P, Q, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr = None, mask=None):
+    """u^T v at the columns p of u and q of v, over tokens from ``begin`` to ``end``; u (M, P), v (M, Q). ``mask`` of v:
+    its seed, threshold, and the token that counts as the first."""
     acc = zeros(p.shape[0], q.shape[0])
     for t0 in range(begin, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         ut, vt = loaded(u, t, p, end, P), loaded(v, t, q, end, Q)
+        if mask is not None:
+            vt = tl.where(keep_rows(mask[0], mask[1], t - mask[2], q), vt, 0.0)
         acc = tl.dot(tl.trans(ut), vt, acc, input_precision=PRECISION)
     return acc
 
