@@ -9,7 +9,7 @@ Half precision, forward, by how many tokens and ranks there are:
     PEFT's dropout          two products, the second of codes where that pays, then the rest in one pass (multi_dropped.py)
     tokens in any order     as up to 1024
 
-The first two ask for no order. float32, and the dx of a call with dropout, are as up to 1024 tokens too. Backward
+The first two ask for no order. float32 is as up to 1024 tokens too. Dropout's masks are drawn where x is read. Backward
 (multi_bwd.py) copies tokens into sorted order, and dx back.
 
 W of three axes, and a bias of two: each adapter is an expert with a W of its own. The same plans with another grouping of the

@@ -58,7 +58,7 @@ def dropped_forward(plan: Builder, x: Array, bank: Any, out: tuple[Array, Array,
 
 
 class Change(NamedTuple):
-    """What backward multiplies by W where D(x) is: (g - 1) dy, or, beside a product of codes, z."""
+    """What backward multiplies by W where D(x) is: (g - 1) / (1 - p) dy, or, beside a product of codes, z."""
 
     z: Array
     tile: GemmConfig | None
