@@ -33,7 +33,7 @@ from fdora.quant import QuantWeight
 from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.copy import dense, in_dtype, operand
 from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, way_of, x_of, y_of_codes
-from fdora.triton.multi_bwd import Given, Out, backward, gated_scale, stack_in
+from fdora.triton.multi_bwd import Given, Out, backward, gated_scale, stack_in, words_of
 from fdora.triton.multi_dropped import dropped_forward
 from fdora.triton.multi_gemm import (
     Right,
@@ -61,7 +61,6 @@ from fdora.triton.tiles.configs import GemmConfig
 
 TENSORS = 11  # of a bank; behind them ranks, p and mode
 READS = "stack matrix matrix flat flat flat vector vector vector vector vector"  # how a plan takes them
-BACKWARD = "one pass for dz and the sums over tokens, then one product for dx; sums of each adapter by segments"
 BankGrads = tuple[Tensor | None, ...]
 
 
@@ -231,7 +230,7 @@ def _base(plan: Builder, x: Array, W: Any, config: GemmConfig, out: Array) -> No
     lambda dy, x, h, kept, likes, pre_scale, scaled, ranks, p, mode, needs, text=(), numbers=(), experts=False: _gradients(
         x, _described(likes[1:], experts), needs
     ),
-    BACKWARD,
+    words_of("one product"),
     has_families=True,
     asks=(1, 0),
 )

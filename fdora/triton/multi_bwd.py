@@ -93,6 +93,11 @@ class Given(NamedTuple):
     other: Array | None = None  # dx of another layer, to be added
 
 
+def words_of(product: str) -> str:
+    """What a backward does, with this for dx."""
+    return f"one pass for dz and the sums over tokens, then {product} for dx; sums of each adapter by segments"
+
+
 def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out) -> None:
     dy, x, bank, h, *_ = of
     M, t = x.shape[0], x.dtype
@@ -110,7 +115,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         elif out.dx is not None:
             codes = codes_config(plan, W, R, out.dx)
         if codes is not None:
-            plan.path = plan.path.replace("one product for dx", "one product of codes for dx")
+            plan.path = words_of("one product of codes")
         reads = (out.dx is not None and codes is None) or ((out.dm or out.dc) is not None and not of.pre_scale)
         bank = bank._replace(W=stack_in(plan, bank, t) if reads else None)
         of = of._replace(bank=bank)
@@ -142,7 +147,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         if out.dx is not None:
             plain = found._replace(g=None)
             if change is not None:
-                plan.path = plan.path.replace("one product", CODES if change.tile else TWO)
+                plan.path = words_of(CODES if change.tile else TWO)
                 dropped_dx(plan, out.dx, dy, change, dh, right, bank, plain, shape)
             else:
                 wanted = Wanted(out.dx, residual=of.other)
