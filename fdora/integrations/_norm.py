@@ -15,7 +15,7 @@ from fdora._torch import PLAIN, capturing, functorch_active, is_traced, piece_of
 from fdora.functional import NormState, dora_norm, dora_norm_state, select_backend
 from fdora.functional.norm import guarded_norm, kept_norms
 from fdora.integrations._shard import Shard, lies_in_rows, watched
-from fdora.integrations._tree import ALONE, UNASKED, kepts_beside
+from fdora.integrations._tree import ALONE, UNASKED, kepts_of_models
 from fdora.quant import QuantWeight
 
 SMALL = 1 << 18  # elements of W below which its norm is computed sooner than A and B are compared
@@ -46,7 +46,7 @@ class KeptNorm:
     def forget(self) -> None:
         """The base weight may have changed: nobody's norm of it holds, those of its model and of others on it neither."""
         W = self.weight()
-        for kept in (self, *[kept for kept in kepts_beside(self.norms) if W is not None and kept.weight() is W]):
+        for kept in (self, *[kept for kept in kepts_of_models() if W is not None and kept.weight() is W]):
             kept.drop()
             if kept.norms is not None:
                 kept.norms.forget()

@@ -18,9 +18,9 @@ selective           checkpointing counts operations, of which a slice has none: 
 a submodule alone   No hook ran: its layers look after themselves. So they do after a model's forward has ended or raised. (A
                     Ctrl-C inside of a forward skips the hook after it; the next forward ends what that one began.)
 two models on one   base have a table each. W is not compared by its bits: merges, reloads and moves tell every KeptNorm of the
-                    layer, and those of other models on its W (forget), which makes their models start over; so does a W with
-                    another version or address, which what is merged need not have. What changes W behind both needs
-                    use_fdora again, as ever.
+                    layer, and all others on its W (forget), which makes their models start over; so does a W with another
+                    version or address, which what is merged need not have. What changes W behind both needs use_fdora
+                    again, as ever.
 8-bit codes         A layer is known by its codes, A and B, and the version of its scales. Compiled code, and codes that are no
                     leaf beside dense weights (fdora.quant.codes8.in_trees), compute their own.
 CUDA graphs         What is captured reads and writes buffers of its own, in place, which live as long as the process. The table
@@ -69,10 +69,9 @@ _models: weakref.WeakValueDictionary[str, ModelNorms] = weakref.WeakValueDiction
 _names = map("model {}".format, count())
 
 
-def kepts_beside(norms: Any) -> list[Any]:
-    """The KeptNorms of all other models."""
-    others = [each for each in _models.values() if each is not norms]
-    return [kept for each in others for kept in [ref() for ref in each.kepts] if kept is not None]
+def kepts_of_models() -> list[Any]:
+    """The KeptNorms of all models."""
+    return [kept for each in _models.values() for kept in [ref() for ref in each.kepts] if kept is not None]
 
 
 @while_tracing

@@ -91,7 +91,8 @@ def use_fdora(
         and half of what an MLP keeps for backward. In the blocks of timm's and transformers' vision transformers LayerScale and
         the residual go into the layer before them: fewer passes and roundings. None does so wherever such a block is, True
         raises where there is none, False runs layer by layer. A copy or a pickle of the model forgets it for q, k, v and for
-        blocks of vision transformers.
+        blocks of vision transformers. A call of q_proj computes k and v too, for the next calls of k_proj and v_proj on this
+        x: pass False to call them yourself with a backward, or a change of an adapter or of autocast, in between.
       dropout_mode: what ``lora_dropout`` above 0 means. "peft" is PEFT's function,
         ``x W^T + (g - 1) D(x) W^T + g s D(x) A^T B^T + bias``: a second product with W. "lora" drops the adapter's input alone,
         ``g (x W^T + s D(x) A^T B^T) + bias``: one product, the same mean and a smaller variance. Its y differs in training by

@@ -335,6 +335,19 @@ def test_a_plain_adapter_that_merges_beside_ours(kind, reuse):
     assert len(reuse) == 2
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["two models", "one model"])
+def test_a_plain_adapter_that_merges_into_the_weight_of_another_layer(together, reuse):
+    merging, other, x = build("no_bias"), build("no_bias"), inputs("no_bias")
+    layer(other).base_layer.weight = layer(merging).base_layer.weight
+    merging.add_adapter("plain", LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    for model in [nn.ModuleList([merging, other])] if together else [merging, other]:
+        use_fdora(model)
+    for change in (lambda: merging.merge_adapter(["plain"]), merging.unmerge_adapter):
+        other(x)
+        change()
+        assert_exact(other(x).detach(), copy.deepcopy(other)(x).detach())
+
+
 def test_bound_methods_outlive_restore():
     """Accelerate's hooks keep the forward they replace."""
     model, x = use_fdora(build("linear")), inputs("linear")

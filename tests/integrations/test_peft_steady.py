@@ -120,3 +120,17 @@ def test_a_scale_of_another_adapter_that_is_a_tensor():
             assert rel_l2(b, a) < 2e-5
     variant = layer_of(mine).lora_variant["default"]
     assert variant.route is None and report(mine)[0].fused == 3
+
+
+def test_two_active_adapters_of_which_a_layer_has_the_second():
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 32, bias=False)).to(device.NAME)
+    how = {"r": 4, "use_dora": True, "init_lora_weights": False}
+    stock = get_peft_model(base, LoraConfig(target_modules=["0"], **how))
+    stock.add_adapter("other", LoraConfig(target_modules=["1"], **how))
+    stock.base_model.set_adapter(["default", "other"])
+    mine = use_fdora(copy.deepcopy(stock))
+    x = torch.randn(5, 24, device=device.NAME)
+    for _ in range(2):
+        assert rel_l2(mine(x), stock(x)) < 2e-5
+    assert [row.fused for row in report(mine)] == [2, 2]

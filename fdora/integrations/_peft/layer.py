@@ -86,6 +86,12 @@ class Layer(nn.Module):
         stock.merge(*args, **kwargs)
         forget(self)
 
+    def unmerge(self) -> None:
+        """Others on this base weight may have run meanwhile."""
+        stock: Any = super()
+        stock.unmerge()
+        forget(self)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         forget(self)
