@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import math
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import combinations, product
@@ -39,9 +38,10 @@ from torch import Tensor, nn
 from bench import decoder
 from bench.clock import Failures
 from bench.decoder import LINEARS
-from bench.rivals import paths
+from bench.rivals import paths, wrapped
 from bench.suite import One, Run, Some, Suite, tables
 from bench.table import line
+from bench.ways import DTYPES, S
 
 WAYS = ("peft", "fdora", "float32")
 FULL = "full"
@@ -56,7 +56,6 @@ END = 200  # steps whose mean loss is noted
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
 SIZES = decoder.SIZES["converge"]
 WARM = 3  # steps before one is captured
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRETRAIN_LR, LR = 1e-3, 1e-3
 TARGET = 7.1e-4  # of the mean difference of a step's loss between fdora and PEFT
 EVERY = 20  # steps between the losses that the JSON keeps
@@ -201,18 +200,11 @@ def adamw(parameters: Iterable[Tensor], options, lr: float = LR, **how: float) -
 
 def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     """PEFT's DoRA on the bf16 base, or on the same weights in float32; adapters of one seed are the same everywhere."""
-    from peft import LoraConfig, get_peft_model
-
     from fdora.integrations.peft import use_fdora
 
     def build(model: nn.Module) -> nn.Module:
         torch.manual_seed(seed)
-        names, p = list(LINEARS), options.dropout
-        dora = way != "lora"
-        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, lora_dropout=p, use_dora=dora, target_modules=names)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+        return wrapped(model, options.r, S, LINEARS, way != "lora", options.dropout).train()
 
     exact = build(copy.deepcopy(base).float())
     if way == "float32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,6 @@ from tests.memory import peak_bytes
 # From the published configurations, and what stands for them in a smoke test.
 SIZES = json.loads(Path(__file__).with_name("models.json").read_text())
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more
 
 
@@ -104,19 +104,29 @@ def compile_each(way: str, layers: Iterable[nn.Module]) -> None:
 def agreement(mine, theirs) -> dict[str, float]:
     """Relative L2 difference of outputs and of the gradients of all A, all B, all m, and x."""
     names = ["x", *theirs.leaves]
+    found = []
     with nothing_dropped(mine.model, theirs.model) as dropping:
-        gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
-        pairs = {"y": (mine.inference(), theirs.inference())}
+        for way in (mine, theirs):
+            gradients = dict(zip(names, way.gradient(), strict=True))
+            found.append({"y": way.inference()} | by_part(gradients, "xABm"))
     if dropping:  # once as it will be timed: its calls are counted, by the path that they take
         mine.gradient()
-    for part in "xABm":
-        pairs[f"d{part}"] = tuple(of_part(part, each) for each in gradients)
-    return {name: float(f"{apart(a, b)['relative']:.3g}") for name, (a, b) in pairs.items()}
+    return relative(*found)
 
 
-def of_part(part: str, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Of all leaves whose names begin so, one behind the other."""
-    return torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part])
+def by_part(gradients: Mapping[str, Tensor], parts: str = "ABm") -> dict[str, Tensor]:
+    """The gradients of all leaves whose names begin so, one behind the other."""
+    return {f"d{part}": torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part]) for part in parts}
+
+
+def in_float32(base: nn.Module, values: Mapping[str, tuple]) -> tuple[nn.Module, dict[str, tuple]]:
+    """A model and its adapters' values, for a run that says what the others lose."""
+    return copy.deepcopy(base).float(), {name: tuple(t.float() for t in parts) for name, parts in values.items()}
+
+
+def relative(mine: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """L2 of each difference, as a share."""
+    return {name: float(f"{apart(t, truth[name])['relative']:.3g}") for name, t in mine.items()}
 
 
 def apart(a: Tensor, b: Tensor) -> dict[str, float]:

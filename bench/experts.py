@@ -43,7 +43,7 @@ from bench.multi import timed
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, BF16, S, Way, away, by_mode, checked, differentiated, ratios
+from bench.ways import BF16, DTYPES, S, Way, away, by_mode, checked, differentiated, ratios
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
 
 MODELS = {  # experts, experts of a token, hidden size, F
@@ -203,7 +203,7 @@ TOLERANCE = 1e-2
 
 
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
-    case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
+    case = Case.random(model, T, r, DTYPES[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
     found, error, failed, _, kept = checked(
         options.ways,
@@ -233,7 +233,7 @@ OPTIONS = {
     "--models": Some(MODELS, ["mixtral", "qwen3-30b", "gpt-oss-20b"]),
     "--T": ([64, 4096], "tokens, each of k experts"),
     "--r": [16, 64],
-    "--adapter": One(ADAPTERS, "bf16"),
+    "--adapter": One(DTYPES, "bf16"),
     "--ways": Some(WAYS),
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
 }

@@ -35,7 +35,7 @@ from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, 
 from bench.rivals import peft_layer
 from bench.suite import Some, Suite
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, Inputs, S, Truths, Way, against, bare, by_mode, checked, differentiated, ratios, warm
+from bench.ways import DTYPES, Inputs, S, Truths, Way, against, bare, by_mode, checked, differentiated, ratios, warm
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 
 MODELS = {  # hidden size, N of q, k and v, width of the MLP
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     def random(cls, model: str, part: str, M: int, r: int, adapter: str, device: str) -> Case:
         K, qkv, width = MODELS[model]
         shapes = {"qkv": [(K, n) for n in qkv], "gate_up": [(K, width)] * 2, "mlp": [(K, width), (K, width), (width, K)]}[part]
-        layers = [Inputs.random(M, k, n, r, ADAPTERS[adapter], device) for k, n in shapes]
+        layers = [Inputs.random(M, k, n, r, DTYPES[adapter], device) for k, n in shapes]
         for i, layer in enumerate(layers):  # not three times the same: other rows first
             with torch.no_grad():
                 for t in (layer.W, layer.B, layer.m, layer.norm):
@@ -169,7 +169,7 @@ OPTIONS = {
     "--parts": Some(PARTS),
     "--M": [4096],
     "--r": [16, 384],
-    "--adapter": (Some(ADAPTERS, ["bf16"]), "bf16,fp32"),
+    "--adapter": (Some(DTYPES, ["bf16"]), "bf16,fp32"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
 }

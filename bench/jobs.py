@@ -32,7 +32,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -48,6 +47,7 @@ from bench.jobs_model import (
     LR,
     TINY,
     Jobs,
+    S,
     Sizes,
     by_modules,
     grouped,
@@ -57,7 +57,7 @@ from bench.jobs_model import (
     unmerged_of,
     unpacked_of,
 )
-from bench.rivals import fill
+from bench.rivals import around_the_same_weights, fill_all, wrapped
 from bench.schedule import KINDS
 from bench.suite import One, Run, Some, Suite
 from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
@@ -236,25 +236,13 @@ class Peft:
     """Jobs one after the other through a PEFT model with an adapter for each."""
 
     def __init__(self, jobs: Jobs, dora: bool, fdora: bool):
-        from peft import LoraConfig, get_peft_model
-
         self.jobs, self.padded = jobs, False
-        config = LoraConfig(
-            r=jobs.r, lora_alpha=2 * jobs.r, lora_dropout=jobs.dropout, use_dora=dora, target_modules=list(LINEARS)
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            base = copy.deepcopy(jobs.model, {id(p): p for p in jobs.model.parameters()})
-            self.model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=False)
-            for a in range(1, jobs.count):
-                self.model.add_adapter(str(a), config)
-        self.leaves = []
-        for a in range(jobs.count):
-            own = {}
-            for path, params in jobs.starts.items():
-                layer, (A, B, m) = self.model.get_base_model().get_submodule(path), params[a]
-                own |= {f"{path}.{part}": p for part, p in fill(layer, A, B, m if dora else None, str(a)).items()}
-            self.leaves.append(own)
+        base = around_the_same_weights(jobs.model)
+        self.model = wrapped(base, jobs.r, S, LINEARS, dora, jobs.dropout, adapter="0")
+        for a in range(1, jobs.count):
+            self.model.add_adapter(str(a), self.model.peft_config["0"])
+        each = [{path: params[a] for path, params in jobs.starts.items()} for a in range(jobs.count)]
+        self.leaves = [fill_all(base, own, dora, str(a)) for a, own in enumerate(each)]
         if fdora:
             use_fdora(self.model, dropout_mode=jobs.dropout_mode)
         self.optimizers = [
@@ -316,7 +304,7 @@ class Together:
         params, leaves = leaves_of(self.start.params)
         losses = self.model.forward(params, self.start.kept, self.jobs.data(work))
         torch.autograd.backward(losses.sum(), inputs=leaves)
-        parts = ((f"{name}.{part}", t) for name, bank in params.items() for part, t in zip("ABm", bank, strict=True))
+        parts = ((f"{part} of {name}", t) for name, bank in params.items() for part, t in zip("ABm", bank, strict=True))
         return losses.detach(), {name: t.grad[a] for name, t in parts if t is not None}
 
     def run(self, upto="step"):

@@ -40,8 +40,8 @@ from bench.packed import BASES, Packed
 from bench.shapes import copies_of, draw
 from bench.suite import Some, Suite, shown
 from bench.ways import (
-    ADAPTERS,
     DORA,
+    DTYPES,
     FULL,
     KEEP_NORM,
     LORA,
@@ -77,7 +77,7 @@ def case(M: int, K: int, N: int, r: int, adapter: str, base: str, options) -> li
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
-    i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    i = Inputs.random(M, K, N, r, DTYPES[adapter], device)
     W, sets = i.W, copies_of(i) if options.cold else [i]
     makers = [partial(build, i=each) for each in sets]
     if base != "bf16":
@@ -166,7 +166,7 @@ OPTIONS = {
     "--shapes": (["llama8b"], f"of {', '.join(MODELS)}, all, or KxN"),
     "--M": [4096],
     "--r": [16, 64, 384],
-    "--adapter": Some(ADAPTERS, ["bf16"]),
+    "--adapter": Some(DTYPES, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
     "--draw": (0, "so many shapes at random instead, of any M and r: no table and no fit has seen them"),
     "--seed": (16, "of these"),
@@ -190,7 +190,7 @@ def measure(run):
 
 
 def compile_case(M: int, K: int, N: int, r: int, adapter: str, name: str) -> None:
-    warm(build(name, Inputs.random(M, K, N, r, ADAPTERS[adapter], "cuda")))
+    warm(build(name, Inputs.random(M, K, N, r, DTYPES[adapter], "cuda")))
 
 
 def ahead(options):

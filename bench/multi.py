@@ -45,7 +45,7 @@ from bench.kernels import by_name, profiled
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, S, Truths, Way, away, checked, dense_inputs, differentiated, in_turns, ratios
+from bench.ways import DTYPES, S, Truths, Way, away, checked, dense_inputs, differentiated, in_turns, ratios
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
@@ -252,7 +252,7 @@ class Case(NamedTuple):
 def rows_of(case: Case, options, bytes_per_ms: float) -> list[dict]:
     """``decode`` has no backward, but weights out of memory."""
     kind, M, K, N, ranks, label = case
-    bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
+    bank = Bank.random(M, K, N, ranks, DTYPES[options.adapter], options.device)
     ways, error, failed, *_ = checked(
         options.ways,
         lambda name: build(name, bank, options.rival_path),
@@ -297,7 +297,7 @@ def cases(options) -> list[Case]:
 
 def compile_case(case: Case, adapter: str, device: str) -> None:
     """Everything of fdora once, in a process of its own: the kernels are in Triton's cache then."""
-    bank = Bank.random(case.M, case.K, case.N, case.ranks, ADAPTERS[adapter], device)
+    bank = Bank.random(case.M, case.K, case.N, case.ranks, DTYPES[adapter], device)
     dora_norm(bank.W, bank.A.detach(), bank.B.detach(), s=bank.s)
     for name in ("one", "loop", "multi", "multi_ids"):
         way = build(name, bank)
@@ -313,7 +313,7 @@ OPTIONS = {
     "--serve": ([200, 700], "tokens of six adapters"),
     "--G": [1, 2, 4, 8, 32],
     "--r": ["16", "mixed"],
-    "--adapter": One(ADAPTERS, "bf16"),
+    "--adapter": One(DTYPES, "bf16"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),

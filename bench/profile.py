@@ -199,8 +199,7 @@ def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     given = ["--tiny", "--dtype=bf16"] if options.device == "cpu" else []
     o = vit.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
-    values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
-    run = vit.Compared(options.way or "peft_fdora_fused", base, values)
+    run = vit.Compared(options.way or "peft_fdora_fused", base, vit.adapters(base, o.r, o.dtype, vit.LINEARS))
     batch = options.batch or (2 if options.device == "cpu" else vit.MODES[options.mode])
     blocks = {f"block {i}": block for i, block in enumerate(run.vit.blocks)}
     return run.of(options.mode, vit.pixels(batch, o)), blocks, 2
@@ -212,7 +211,7 @@ def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
     given = ["--tiny", "--seq=32", "--loss-tokens=8"] if options.device == "cpu" else []
     o = model.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
     base = model.network(o, o.layers)
-    values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
+    values, inputs = model.adapters(base, o.r, ways.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
     run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens)
     blocks = {f"layer {i}": each for i, each in enumerate(run.model.get_base_model().get_decoder().layers)}
     return run.of(options.mode), blocks, 2

@@ -35,12 +35,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import free, synchronize
-from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, apart, judge, left, nothing_dropped
+from bench.decoder import MOST_APART, adapted_as, adapters, by_part, judge, left, nothing_dropped, relative
 from bench.kernels import by_name, profiled
 from bench.model import ARCHITECTURES, WAYS, Trained, network
 from bench.processes import timed
 from bench.rivals import paths
 from bench.suite import One, Run, Some, Suite, stack
+from bench.ways import DTYPES
 from tests.memory import peak_bytes
 
 EVERY = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")
@@ -154,9 +155,7 @@ def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
 def results(leaves, loss, gradient) -> dict[str, torch.Tensor]:
     found = {"loss": loss.detach().clone()}
     dist.all_reduce(found["loss"])
-    for part in "ABm":
-        found[f"d{part}"] = torch.cat([gradient(p).flatten() for name, p in leaves.items() if name[0] == part])
-    return found
+    return found | by_part({name: gradient(p) for name, p in leaves.items()})
 
 
 class Collectives(TorchDispatchMode):
@@ -210,8 +209,7 @@ def measure(run: Run) -> None:
     if exact is None and "peft_dora" in ways:
         exact = ways["peft_dora"].gradients_of_all()
     for way in [way for way in ways if exact and "fdora" in way]:
-        mine = ways[way].gradients_of_all()
-        result["agreement"][way] = {name: apart(mine[name], exact[name])["relative"] for name in exact}
+        result["agreement"][way] = relative(ways[way].gradients_of_all(), exact)
     exact = None
     run.say("agreement", result["agreement"])
     for mode in options.modes:
@@ -267,7 +265,6 @@ OPTIONS = {
 
 
 def check(parser, options) -> None:
-    options.sweep = None
     if options.layout != "fsdp" and options.ways == list(EVERY):
         options.ways = ["peft_lora", "peft_fdora"]
     if options.layout in ZERO and (options.compiled or "step_4" in options.modes):

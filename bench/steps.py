@@ -27,7 +27,6 @@ float32 adapters run under bf16 autocast. The JSON is written after every cell.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import statistics
 import time
@@ -44,7 +43,6 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import (
-    DTYPES,
     LINEARS,
     MOST_APART,
     adapted_as,
@@ -59,7 +57,7 @@ from bench.decoder import (
 from bench.packed import nf4_linears
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, beside_lora, stack
-from bench.ways import S
+from bench.ways import DTYPES, S
 from tests.memory import peak_bytes
 
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
@@ -111,7 +109,7 @@ class Stack(nn.Module):
 def adapted(way: str, base: Stack, values: dict, dropout: float = 0.0) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
     if way == "frozen":
-        return copy.deepcopy(base, {id(each): each for each in base.parameters()}), {}
+        return rivals.around_the_same_weights(base), {}
     return rivals.adapted(way, base, values, LINEARS, S, dropout=dropout)
 
 

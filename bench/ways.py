@@ -29,7 +29,7 @@ from tests.memory import peak_bytes
 
 S = 2.0
 BF16 = torch.bfloat16
-ADAPTERS = {"bf16": BF16, "fp32": torch.float32}
+DTYPES, HALVES = {"bf16": BF16, "fp32": torch.float32}, {"bf16": BF16, "fp16": torch.float16}
 LORA = ("peft_lora", "peft_lora_compiled", "addmm_lora", "axolotl_lora", "unsloth_lora", "lorafusion")
 DORA = ("peft_dora", "peft_dora_compiled", "peft_dora_cached", "dense_compiled", "factored", "dorafactors", "axolotl_dora")
 RIVALS = LORA + DORA
