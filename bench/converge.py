@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from bench import decoder
 from bench.clock import Failures
 from bench.decoder import LINEARS
+from bench.records import grouped
 from bench.rivals import paths, wrapped
 from bench.suite import One, Run, Some, Suite, tables
 from bench.table import line
@@ -162,8 +163,9 @@ def replayed(step: Callable[[], Tensor], parameters: list[Tensor], optimizers: l
 
 @torch.no_grad()
 def held_out(model: nn.Module, data: list[Tensor], context) -> float:
+    model.eval()
     with context:
-        return torch.stack([loss_of(model, batch) for batch in data]).double().mean().item()
+        return round(torch.stack([loss_of(model, batch) for batch in data]).double().mean().item(), 6)
 
 
 def pretrained(options, failed: Failures | None) -> tuple[nn.Module, Tensor, list[Tensor]]:
@@ -236,10 +238,10 @@ def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], 
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
         context = in_bf16(options) if mixed else nullcontext()
-        row["held_out_before"][way] = round(held_out(model.eval(), last, context), 6)
+        row["held_out_before"][way] = held_out(model, last, context)
         torch.manual_seed(mask)
         losses[way], sizes[way] = train(model.train(), data, optimizers_of(kind, model, options), context, failed)
-        row["held_out"][way] = round(held_out(model.eval(), last, context), 6)
+        row["held_out"][way] = held_out(model, last, context)
         for metric, values in (("loss", losses[way]), ("gradient_norm", sizes[way])):
             row[metric][way] = [round(each, 6) for each in values[::EVERY].tolist()]
         row["end"][way] = round(losses[way][-END:].mean().item(), 6)
@@ -255,11 +257,9 @@ def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], 
 
 def masked(rows: list[dict]) -> list[str]:
     """What curves of other masks differ by in the mean of the kept steps: PEFT's among themselves, and fdora's from PEFT's."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault((row["seed"], row["optimizer"]), []).append(row["loss"])
     said = []
-    for (seed, optimizer), losses in groups.items():
+    for (seed, optimizer), same in grouped(rows, "seed", "optimizer").items():
+        losses = [row["loss"] for row in same]
         pairs = list(combinations(losses, 2))
         if pairs and {"peft", "fdora"} <= set(losses[0]):
             own = mean(far(a["peft"], b["peft"]) for a, b in pairs)

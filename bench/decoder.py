@@ -52,29 +52,29 @@ def adapted_as(options, adapter: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def nothing_dropped(*models: nn.Module) -> Iterator[list[nn.Module]]:
-    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's. Gives what does."""
-    dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
-    for module in dropping:
+def evaluated(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these are in evaluation, and in training afterwards."""
+    modules = list(modules)
+    for module in modules:
         module.eval()
     try:
-        yield dropping
+        yield
     finally:
-        for module in dropping:
+        for module in modules:
             module.train()
 
 
 @contextmanager
-def timed_as(mode: str, dropout: float, models: Iterable[nn.Module]) -> Iterator[None]:
+def nothing_dropped(*models: nn.Module) -> Iterator[list[nn.Module]]:
+    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's. Gives what does."""
+    dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
+    with evaluated(dropping):
+        yield dropping
+
+
+def timed_as(mode: str, dropout: float, models: Iterable[nn.Module]) -> AbstractContextManager:
     """Inside, models are in the state of this mode: what drops in training is evaluated for inference."""
-    evaluated = [model for model in models if dropout and mode.endswith("inference")]
-    for model in evaluated:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model in evaluated:
-            model.train()
+    return evaluated(models if dropout and mode.endswith("inference") else ())
 
 
 def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -235,4 +235,4 @@ def judged(run: Run) -> None:
     judge(shares, MOST, run.failed, left(run.result["paths"], run.options))
 
 
-main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=beside_lora, judge=judged)

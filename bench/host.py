@@ -68,7 +68,7 @@ def per_call(options) -> list[dict]:
     ways = failed.attempt(options.ways, lambda name: build(name, inputs))
     rows = {name: {"way": name} for name in options.ways}
     for mode, fns in by_mode(ways):
-        timers = failed.attempt(fns, lambda name, fns=fns: wall_timer(fns[name], options.device, options.loop_ms))
+        timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
         for name, ms in medians(timers, options.runs).items():
             rows[name][f"{mode}_us"] = round(1e3 * ms, 1)
     return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]

@@ -47,7 +47,6 @@ from bench.jobs_model import (
     LR,
     TINY,
     Jobs,
-    S,
     Sizes,
     by_modules,
     grouped,
@@ -57,10 +56,12 @@ from bench.jobs_model import (
     unmerged_of,
     unpacked_of,
 )
+from bench.multi import Bank
 from bench.rivals import around_the_same_weights, fill_all, wrapped
 from bench.schedule import KINDS
 from bench.suite import One, Run, Some, Suite
-from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
+from bench.ways import BF16, S
+from fdora.functional import dora_linear_multi, dora_norm
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, Wire, connect, run_pipeline, select_state, train_step, works_of
 from fdora.jobs.loop.step import gradients, leaves_of, on
@@ -145,16 +146,10 @@ def ahead(options):
 
 def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
     """A layer forward and backward. The first of a stage has no gradient to hand on."""
-    dtype = torch.float32 if options.tiny else torch.bfloat16
-    like = {"device": options.device, "dtype": dtype}
-    W, s = torch.randn(N, K, **like), torch.ones(len(KINDS), device=options.device)
-    x = torch.randn(M, K, **like).requires_grad_(need_x)
-    params = dora_stack([dora_init(W, options.r, dtype=dtype) for _ in range(len(KINDS))])
-    params = DoraParams(*(t.to(dtype).requires_grad_() for t in params))
-    ends = torch.tensor([M * (a + 1) // len(KINDS) for a in range(len(KINDS))], dtype=torch.int32).to(options.device)
-    kept = dora_norm(W, params.A.detach(), params.B.detach(), s=s)
-    y = dora_linear_multi(x, W, *params, s=s, offsets=ends, norm=kept, ranks=(options.r,) * len(KINDS))
-    y.backward(torch.zeros_like(y))
+    i = Bank.random(M, K, N, [options.r] * len(KINDS), BF16, options.device)
+    x, how = i.x if need_x else i.x.detach(), {"s": i.s, "offsets": i.offsets, "ranks": tuple(i.ranks)}
+    kept = dora_norm(i.W, i.A.detach(), i.B.detach(), s=i.s)
+    dora_linear_multi(x, i.W, i.A, i.B, i.m, norm=kept, **how).backward(i.dy)
 
 
 def pipeline(bench: Run, jobs: Jobs) -> None:
@@ -164,12 +159,9 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
     begun = select_state(jobs.state(stage), stage.names)
     wire = Wire(lambda work: (sum(s.length for s in work.samples), jobs.sizes.hidden), jobs.dtype, jobs.device)
 
-    def fresh():
-        return begun._replace(**{part: copied(getattr(begun, part)) for part in ("grads", "mean", "square")})
-
     def run(works, clock=None, state=None):
         how = {"stages": {rank: stage}, "wire": wire, "jobs": jobs.jobs, "links": links, "clock": clock}
-        return run_pipeline(state or fresh(), works, lambda n: jobs.data(works[n]), **how)
+        return run_pipeline(state or fresh(begun), works, lambda n: jobs.data(works[n]), **how)
 
     def clock():
         if options.device == "cuda":
@@ -184,7 +176,7 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
 
     def timed() -> dict | None:
         """Of one run whose actions are timed; on the first process."""
-        state = fresh()  # no part of the pipeline
+        state = fresh(begun)  # no part of the pipeline
         synchronize(jobs.device)
         dist.barrier()
         start = clock()
@@ -215,8 +207,9 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
     bench.say({name: value for name, value in bench.result.get("bubble", {}).items() if name != "actions"})
 
 
-def copied(tree):
-    return optree.tree_map(torch.clone, tree)
+def fresh(state):
+    """It with gradients and moments of its own, which steps write in place."""
+    return state._replace(**{part: optree.tree_map(torch.clone, getattr(state, part)) for part in ("grads", "mean", "square")})
 
 
 def written(task: Task) -> str:
@@ -296,8 +289,7 @@ class Together:
         return jobs.works if self.schedule is None else works_of(self.schedule(jobs.lengths, jobs.options))
 
     def ready(self):
-        own = {part: optree.tree_map(torch.clone, getattr(self.start, part)) for part in ("grads", "mean", "square")}
-        self.state, self.todo = self.start._replace(**own), self.works
+        self.state, self.todo = fresh(self.start), self.works
 
     def gradients(self, work):
         a = work.samples[0].adapter
@@ -350,7 +342,7 @@ def timed(run: Run, jobs: Jobs, ways: dict, mix: str) -> None:
         for name, way in ways.items():
             if turn and run.late([mix, turn, name]):
                 continue
-            found = run.failed.attempt([name], lambda name, way=way: once(way, jobs), f"{mix}, {{}}")
+            found = run.failed.attempt([name], lambda _: once(way, jobs), f"{mix}, {{}}")
             for *seconds, peak in found.values():
                 run.say(f"{mix}, turn {turn}, {name}: {seconds[0]:.3f} s")
                 if turn:

@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
+from operator import itemgetter
 from statistics import linear_regression
 
 import torch
@@ -301,8 +302,8 @@ def exponents(rows: list[dict], over: str) -> dict[str, dict]:
     ``upper`` is the same of the larger half of the sizes: at small ones the launches weigh, and what does not grow.
     """
     found = {}
-    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in rows):
-        points = sorted((row for row in rows if (row["mode"], row["way"]) == (mode, way)), key=lambda row: row[over])
+    for (mode, way), mine in records.grouped(rows, "mode", "way").items():
+        points = sorted(mine, key=itemgetter(over))
         if len(points) > 1:
             upper = points[-max(2, math.ceil(len(points) / 2)) :]
             found[f"{mode}, {way}"] = fit(points, over) | {"upper": fit(upper, over)}
@@ -346,7 +347,7 @@ def measure(run: Run) -> None:
 
 def shown(result: dict) -> str:
     trees = (tables(result[part]) for part in ("agreement", "norms", "sweep") if result.get(part))
-    return "\n\n".join([beside_lora(result["rows"]), *trees])
+    return "\n\n".join([beside_lora(result), *trees])
 
 
 def judged(run: Run) -> None:

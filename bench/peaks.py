@@ -139,7 +139,7 @@ def rows_of(model: str, options, failures: Failures) -> list[dict]:
     for case, way, checkpointing in product(options.cases, options.ways, (False, True)):
         facts = {"way": way, "checkpointing": checkpointing, "r": options.r} | case._asdict()
 
-        def measure(_: str, case=case, way=way, checkpointing=checkpointing) -> dict:
+        def measure(_: str) -> dict:
             ids = torch.randint(base.config.vocab_size, (case.sequences, case.length), device=options.device)
             step = Step(way, base, options.r, case, checkpointing, ids)
             step()

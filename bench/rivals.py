@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -146,12 +147,8 @@ def paper_code(folders: Sequence[Path]):
         def forward(self, *args, adapter_name=None, **kwargs):
             return super().forward(*args, **kwargs)
 
-    stock = variants.DoraLinearLayer
-    variants.DoraLinearLayer = Layer
-    try:
+    with mock.patch.object(variants, "DoraLinearLayer", Layer):
         yield
-    finally:
-        variants.DoraLinearLayer = stock
 
 
 def _load(name: str, path: Path):

@@ -209,15 +209,12 @@ def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, r
 
     Every turn begins with another way.
     """
-    names, turns = list(fns), []
-    while len(turns) < min(LEAST, runs) or (len(turns) < runs and total(turns) * (1 + 1 / len(turns)) < most_ms):
+    names, turns, spent = list(fns), [], 0.0
+    while len(turns) < min(LEAST, runs) or (len(turns) < runs and spent * (1 + 1 / len(turns)) < most_ms):
         first = len(turns) % len(names)
         turns.append({name: once(fns[name], device) for name in names[first:] + names[:first]})
+        spent += sum(turns[-1].values())
     return {name: statistics.median(turn[name] for turn in turns) for name in names}, len(turns)
-
-
-def total(turns: list[dict[str, float]]) -> float:
-    return sum(sum(turn.values()) for turn in turns)
 
 
 def behind_a_wait(fn: Callable[[], object], issue_ms: float) -> float:
@@ -395,4 +392,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)
+main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=beside_lora, judge=judged)

@@ -21,6 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.compose import formula
 from bench.suite import One, Run, Suite
 from bench.truth import rel_l2
 from bench.ways import BF16, HALVES, S
@@ -56,8 +57,7 @@ def near(run: Run) -> None:
         random = Generator().manual_seed(0)
         base, lora, g = (torch.randn(size, generator=random) for size in ((512, 4096), (512, 4096), 4096))
         base, lora, g = (t.to(run.options.device) for t in (base.to(half), (lora * 0.1 / S).to(half), 1 + spread * g))
-        exact_delta = (g.double() - 1) * base.double() + g.double() * S * lora.double()
-        exact = exact_delta, base.double() + exact_delta
+        exact = [formula(op, base, lora, g) for op in ("dora_delta", "dora_compose")]
         ways = forms(base, lora, g) | {"rounding": tuple(t.to(half) for t in exact)}
         errors = {way: [rel_l2(*pair) for pair in zip(found, exact, strict=True)] for way, found in ways.items()}
         delta, output = ({way: float(f"{each[i]:.3g}") for way, each in errors.items()} for i in range(2))
