@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -53,7 +52,7 @@ def layer(
 ) -> Way:
     i = Inputs.random(M, K, N, r, adapter, device)
     x, W, dy = (t.detach().to(dtype) for t in (i.x, i.W, i.dy))
-    i = replace(i, x=x.requires_grad_(), W=coded(W, form), dy=dy)
+    i = i._replace(x=x.requires_grad_(), W=coded(W, form), dy=dy)
     norm = dora_norm(i.W, i.A.detach(), i.B.detach(), s=S) if given else None
     if bias:
         how["bias"] = torch.randn(N, device=device).to(dtype).requires_grad_()
@@ -155,7 +154,7 @@ def worker(device: str) -> None:
             answer = {"names": list(known), "fdora": fdora.__file__}
         elif "make" in said:
             torch.manual_seed(0)
-            made = failed.attempt(["error"], lambda _, name=said["make"]: prepare(device, known[name]))
+            made = failed.attempt(["error"], lambda _: prepare(device, known[said["make"]]))
             replay, answer = made.get("error", (None, failed))
         else:
             answer = replay(said["count"])

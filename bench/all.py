@@ -30,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 from bench import records
+from bench.checkouts import RIVAL_PATH
 from bench.suite import Some, add_options
 from bench.table import table
 
@@ -91,7 +92,7 @@ def arguments(name: str, place: Place, folder: str, options: argparse.Namespace,
     words += [f"--json={place.file}:{place.run}", *([f"--commit={options.commit}"] if options.commit else [])]
     if command in TIMED and left < math.inf:
         words.append(f"--seconds={max(0, int(left - LAST_CASE))}")
-    return words + [f"--rival-path={each}" for each in options.rival_path if command in WITH_RIVALS]
+    return words + [f"--rival-path={each.resolve()}" for each in options.rival_path if command in WITH_RIVALS]
 
 
 def watch(command: list[str], left: float) -> tuple[int | None, str]:
@@ -145,10 +146,6 @@ def lacking(name: str, lines: list[dict] | None, commit: str | None) -> str:
     return result.get("problem", "")
 
 
-def folders(text: str) -> list[Path]:
-    return [Path(folder).resolve() for folder in text.split(",")]
-
-
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = {
@@ -158,7 +155,7 @@ def parse(argv=None):
         "--seconds": (math.inf, "for everything together"),
         "--only": (Some(TABLE), "names, in any order"),
         "--missing": (False, "only what has no whole result of this commit"),
-        "--rival-path": dict(type=folders, action="extend", default=[], help="for layer, group, multi and serve"),
+        "--rival-path": RIVAL_PATH["--rival-path"] | {"help": "for layer, group, multi and serve"},
         "--list": False,
     }
     add_options(parser, known)

@@ -161,7 +161,7 @@ def unsloth(folders: Sequence[Path]) -> ModuleType:
 
 
 def axolotl_linear(
-    folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None, s: float, keep=True, state=None
+    folders: Sequence[Path], W: Tensor, A: Tensor, B: Tensor, m: Tensor | None = None, *, s: float, keep=True, state=None
 ) -> Linear:
     """``keep``: the norm, as they keep it on m until A or B are written; otherwise it is computed in every call. ``state``: how
     bitsandbytes decodes W, for one that is packed."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bench.suite import Some, Suite, shapes
 from bench.truth import rel_l2
-from bench.ways import S, Way, differentiated, mode_ms
-from fdora.functional import dora_compose, dora_delta, dora_embedding, dora_norm, select_backend
+from bench.ways import S, Way, away, differentiated, mode_ms
+from fdora.functional import dora_compose, dora_delta, dora_embedding, select_backend
 
 SHAPES = shapes("4096x4096,4096x14336,16x4096,16384x4096")
 ROWS, RANK = 262_144, 16  # of an embedding
@@ -52,9 +52,8 @@ def embedded(M: int, N: int, device: str) -> tuple[dict[str, Tensor], Calls, Ten
     """Of bf16 rows of W, with float32 adapters, as PEFT keeps them."""
     V = ROWS if device != "cpu" else 4096
     W = torch.empty(V, N, device=device, dtype=torch.bfloat16).normal_()
-    A, B = torch.randn(RANK, V, device=device), torch.randn(N, RANK, device=device).mul_(0.02)
-    ids, c = torch.randint(0, V, (M,), device=device), dora_norm(W.T, A, B, s=S)
-    m = c * (1 + 0.05 * torch.randn_like(c))
+    A, B, m, c = away(W.T, RANK, torch.float32)
+    ids = torch.randint(0, V, (M,), device=device)
 
     def lora(A: Tensor, B: Tensor, m: Tensor) -> Tensor:
         return (F.embedding(ids, W) + S * (F.embedding(ids, A.T) @ B.T)).to(W.dtype)

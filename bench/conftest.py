@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import fdora
-from bench.clock import anchor_graph, capture, medians, wall_timer
+from bench.clock import anchor_graph, capture, medians, once, wall_timer
 from bench.records import save
 from bench.suite import about
 from fdora.functional import select_backend
@@ -89,17 +90,8 @@ def in_time(request, result) -> None:
         pytest.skip(f"not started within {options.seconds:.0f} s")
 
 
-def cpu_round(fn: Callable[[], object]) -> Callable[[], float]:
-    def once() -> float:
-        start = time.perf_counter()
-        fn()
-        return time.perf_counter() - start
-
-    return once
-
-
 def gpu_round(fn: Callable[[], object]) -> Callable[[], float]:
-    """Seconds of one launch: the events enter the queue while the cache is still being written."""
+    """ms of one launch: the events enter the queue while the cache is still being written."""
     for _ in range(2):
         fn()
     ANCHOR[:] = ANCHOR or [anchor_graph()]
@@ -108,15 +100,15 @@ def gpu_round(fn: Callable[[], object]) -> Callable[[], float]:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def once() -> float:
+    def one() -> float:
         flush.zero_()
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end)
 
-    return once
+    return one
 
 
 @pytest.fixture
@@ -128,10 +120,10 @@ def measure(benchmark, device, facts, result, request):
     options = request.config.option
 
     def run(fn: Callable[[], object], *, bytes: int, flops: int, **what) -> None:
-        one_round = (cpu_round if device == "cpu" else gpu_round)(fn)
+        one_round = partial(once, fn, device) if device == "cpu" else gpu_round(fn)
 
         def target() -> None:
-            CLOCK.now += one_round()
+            CLOCK.now += one_round() / 1e3
 
         benchmark.pedantic(target, rounds=options.rounds, warmup_rounds=max(1, options.rounds // 5), iterations=1)
         if benchmark.stats is None:  # --benchmark-disable

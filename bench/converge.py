@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import math
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import combinations, product
@@ -39,9 +38,11 @@ from torch import Tensor, nn
 from bench import decoder
 from bench.clock import Failures
 from bench.decoder import LINEARS
-from bench.rivals import paths
+from bench.records import grouped
+from bench.rivals import paths, wrapped
 from bench.suite import One, Run, Some, Suite, tables
 from bench.table import line
+from bench.ways import DTYPES, S
 
 WAYS = ("peft", "fdora", "float32")
 FULL = "full"
@@ -56,7 +57,6 @@ END = 200  # steps whose mean loss is noted
 PAIRS = (("fdora", "peft"), ("peft", "float32"), ("fdora", "float32"))
 SIZES = decoder.SIZES["converge"]
 WARM = 3  # steps before one is captured
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRETRAIN_LR, LR = 1e-3, 1e-3
 TARGET = 7.1e-4  # of the mean difference of a step's loss between fdora and PEFT
 EVERY = 20  # steps between the losses that the JSON keeps
@@ -163,8 +163,9 @@ def replayed(step: Callable[[], Tensor], parameters: list[Tensor], optimizers: l
 
 @torch.no_grad()
 def held_out(model: nn.Module, data: list[Tensor], context) -> float:
+    model.eval()
     with context:
-        return torch.stack([loss_of(model, batch) for batch in data]).double().mean().item()
+        return round(torch.stack([loss_of(model, batch) for batch in data]).double().mean().item(), 6)
 
 
 def pretrained(options, failed: Failures | None) -> tuple[nn.Module, Tensor, list[Tensor]]:
@@ -201,18 +202,11 @@ def adamw(parameters: Iterable[Tensor], options, lr: float = LR, **how: float) -
 
 def adapted(way: str, base: nn.Module, options, seed: int) -> nn.Module:
     """PEFT's DoRA on the bf16 base, or on the same weights in float32; adapters of one seed are the same everywhere."""
-    from peft import LoraConfig, get_peft_model
-
     from fdora.integrations.peft import use_fdora
 
     def build(model: nn.Module) -> nn.Module:
         torch.manual_seed(seed)
-        names, p = list(LINEARS), options.dropout
-        dora = way != "lora"
-        config = LoraConfig(r=options.r, lora_alpha=2 * options.r, lora_dropout=p, use_dora=dora, target_modules=names)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return get_peft_model(model, config, autocast_adapter_dtype=False).train()
+        return wrapped(model, options.r, S, LINEARS, way != "lora", options.dropout).train()
 
     exact = build(copy.deepcopy(base).float())
     if way == "float32":
@@ -244,10 +238,10 @@ def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], 
         model = adapted(way, base, options, seed)
         mixed = way != "float32" and options.adapter == "fp32"
         context = in_bf16(options) if mixed else nullcontext()
-        row["held_out_before"][way] = round(held_out(model.eval(), last, context), 6)
+        row["held_out_before"][way] = held_out(model, last, context)
         torch.manual_seed(mask)
         losses[way], sizes[way] = train(model.train(), data, optimizers_of(kind, model, options), context, failed)
-        row["held_out"][way] = round(held_out(model.eval(), last, context), 6)
+        row["held_out"][way] = held_out(model, last, context)
         for metric, values in (("loss", losses[way]), ("gradient_norm", sizes[way])):
             row[metric][way] = [round(each, 6) for each in values[::EVERY].tolist()]
         row["end"][way] = round(losses[way][-END:].mean().item(), 6)
@@ -263,11 +257,9 @@ def case(base: nn.Module, seed: int, kind: str, mask: int, texts: list[Tensor], 
 
 def masked(rows: list[dict]) -> list[str]:
     """What curves of other masks differ by in the mean of the kept steps: PEFT's among themselves, and fdora's from PEFT's."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault((row["seed"], row["optimizer"]), []).append(row["loss"])
     said = []
-    for (seed, optimizer), losses in groups.items():
+    for (seed, optimizer), same in grouped(rows, "seed", "optimizer").items():
+        losses = [row["loss"] for row in same]
         pairs = list(combinations(losses, 2))
         if pairs and {"peft", "fdora"} <= set(losses[0]):
             own = mean(far(a["peft"], b["peft"]) for a, b in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,6 @@ from tests.memory import peak_bytes
 # From the published configurations, and what stands for them in a smoke test.
 SIZES = json.loads(Path(__file__).with_name("models.json").read_text())
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_APART = {"bf16": 0.1, "fp32": 1e-3}  # relative L2 of fdora against PEFT: all layers round, and PEFT rounds more
 
 
@@ -52,29 +52,29 @@ def adapted_as(options, adapter: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def nothing_dropped(*models: nn.Module) -> Iterator[list[nn.Module]]:
-    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's. Gives what does."""
-    dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
-    for module in dropping:
+def evaluated(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these are in evaluation, and in training afterwards."""
+    modules = list(modules)
+    for module in modules:
         module.eval()
     try:
-        yield dropping
+        yield
     finally:
-        for module in dropping:
+        for module in modules:
             module.train()
 
 
 @contextmanager
-def timed_as(mode: str, dropout: float, models: Iterable[nn.Module]) -> Iterator[None]:
+def nothing_dropped(*models: nn.Module) -> Iterator[list[nn.Module]]:
+    """Inside, these drop nothing: each way draws masks of its own, so with dropout no result is another's. Gives what does."""
+    dropping = [module for model in models for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
+    with evaluated(dropping):
+        yield dropping
+
+
+def timed_as(mode: str, dropout: float, models: Iterable[nn.Module]) -> AbstractContextManager:
     """Inside, models are in the state of this mode: what drops in training is evaluated for inference."""
-    evaluated = [model for model in models if dropout and mode.endswith("inference")]
-    for model in evaluated:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model in evaluated:
-            model.train()
+    return evaluated(models if dropout and mode.endswith("inference") else ())
 
 
 def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -104,19 +104,29 @@ def compile_each(way: str, layers: Iterable[nn.Module]) -> None:
 def agreement(mine, theirs) -> dict[str, float]:
     """Relative L2 difference of outputs and of the gradients of all A, all B, all m, and x."""
     names = ["x", *theirs.leaves]
+    found = []
     with nothing_dropped(mine.model, theirs.model) as dropping:
-        gradients = [dict(zip(names, way.gradient(), strict=True)) for way in (mine, theirs)]
-        pairs = {"y": (mine.inference(), theirs.inference())}
+        for way in (mine, theirs):
+            gradients = dict(zip(names, way.gradient(), strict=True))
+            found.append({"y": way.inference()} | by_part(gradients, "xABm"))
     if dropping:  # once as it will be timed: its calls are counted, by the path that they take
         mine.gradient()
-    for part in "xABm":
-        pairs[f"d{part}"] = tuple(of_part(part, each) for each in gradients)
-    return {name: float(f"{apart(a, b)['relative']:.3g}") for name, (a, b) in pairs.items()}
+    return relative(*found)
 
 
-def of_part(part: str, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Of all leaves whose names begin so, one behind the other."""
-    return torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part])
+def by_part(gradients: Mapping[str, Tensor], parts: str = "ABm") -> dict[str, Tensor]:
+    """The gradients of all leaves whose names begin so, one behind the other."""
+    return {f"d{part}": torch.cat([t.flatten() for name, t in gradients.items() if name[0] == part]) for part in parts}
+
+
+def in_float32(base: nn.Module, values: Mapping[str, tuple]) -> tuple[nn.Module, dict[str, tuple]]:
+    """A model and its adapters' values, for a run that says what the others lose."""
+    return copy.deepcopy(base).float(), {name: tuple(t.float() for t in parts) for name, parts in values.items()}
+
+
+def relative(mine: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """L2 of each difference, as a share."""
+    return {name: float(f"{apart(t, truth[name])['relative']:.3g}") for name, t in mine.items()}
 
 
 def apart(a: Tensor, b: Tensor) -> dict[str, float]:

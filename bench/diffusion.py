@@ -17,12 +17,12 @@ loses.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,13 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import decoder
 from bench.clock import free
-from bench.decoder import adapters, apart, judge, left, of_part, wall_and_peak
+from bench.decoder import adapters, by_part, in_float32, judge, left, relative, wall_and_peak
 from bench.rivals import adapted, paths
 from bench.steps import Gpu
 from bench.suite import Run, Some, Suite, beside_lora
-from bench.ways import S
+from bench.ways import HALVES, S
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 4096.0  # of a GradScaler; AdamW does not see it
 MOST = 2.0  # times PEFT's own error
 
@@ -124,8 +123,7 @@ class Trained:
     def parts(self) -> dict[str, Tensor]:
         """The output, and the gradients of all A, all B and all m, each as one."""
         y, gradients = self.results()
-        named = dict(zip(self.leaves, gradients, strict=True))
-        return {"y": y} | {f"d{part}": of_part(part, named) for part in "ABm"}
+        return {"y": y} | by_part(dict(zip(self.leaves, gradients, strict=True)))
 
 
 def wide(x: Any) -> Any:
@@ -135,78 +133,66 @@ def wide(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-class Bench:
-    """Rows of one command. A base model, and the ways on it, stay until a case asks for others."""
+def ways_of(run: Run, base: nn.Module, case: Case) -> tuple[dict[str, Trained], dict[str, tuple]]:
+    """The ways on this model, and the values of their adapters."""
+    kind, dtype, full = MODELS[case.model], HALVES[case.dtype], case.adapter == "fp32"
+    values = adapters(base, case.r, torch.float32 if full else dtype, kind.targets)
+    autocast = dtype if kind.autocast and full else None
+    make = partial(Trained, base=base, values=values, kind=kind, autocast=autocast)
+    return run.failed.attempt(run.options.ways, make, f"{{}}, {label(case)}"), values
 
-    def __init__(self, run: Run):
-        self.run, self.options = run, run.options
-        self.base = None
-        self.ways = {}
-        self.built = ()
-        run.set(tiny=self.options.tiny, errors={}, paths={}, failed=run.failed)
 
-    def build(self, case: Case) -> None:
-        options, kind, built = self.options, MODELS[case.model], case[:4]
-        self.ways.clear()
-        if self.built[:2] != built[:2]:
-            self.base = None
-            free(options.device)
-            torch.manual_seed(0)
-            with torch.device(options.device):
-                self.base = network(case.model, options.tiny).to(DTYPES[case.dtype])
-        free(options.device)
-        self.built, dtype = built, DTYPES[case.dtype]
-        self.values = adapters(self.base, case.r, torch.float32 if case.adapter == "fp32" else dtype, kind.targets)
-        autocast = dtype if kind.autocast and case.adapter == "fp32" else None
-        tags = {f"{way}, {label(case)}": way for way in options.ways}
-        made = self.run.failed.attempt(tags, lambda tag: Trained(tags[tag], self.base, self.values, kind, autocast))
-        self.ways = {tags[tag]: way for tag, way in made.items()}
+def inputs(base: nn.Module, case: Case, tiny: bool) -> tuple[dict[str, Any], Tensor]:
+    """Those of the model, and what its output is compared with."""
+    from tests.integrations import diffusion as small
 
-    def inputs(self, case: Case) -> tuple[dict[str, Any], Tensor]:
-        """Those of the model, and what its output is compared with."""
-        from tests.integrations import diffusion as small
+    kind = MODELS[case.model]
+    x = small.inputs(base, batch=case.batch, **({} if tiny else {"side": kind.side, "text": kind.text}))
+    return x, torch.randn_like(x["sample"] if "sample" in x else x["hidden_states"], dtype=torch.float32)
 
-        kind = MODELS[case.model]
-        sizes = {} if self.options.tiny else {"side": kind.side, "text": kind.text}
-        x = small.inputs(self.base, batch=case.batch, **sizes)
-        return x, torch.randn_like(x["sample"] if "sample" in x else x["hidden_states"], dtype=torch.float32)
 
-    def agree(self, case: Case, x: dict[str, Any], target: Tensor) -> None:
-        """The relative L2 error of each way of DoRA, against PEFT's in float32."""
-        exact = {name: tuple(t.float() for t in parts) for name, parts in self.values.items()}
-        truth = Trained("peft_dora", copy.deepcopy(self.base).float(), exact, MODELS[case.model], None)
-        truth.feed(wide(x), target, True)
-        want = truth.parts()
-        del truth
-        for way, each in self.ways.items():
-            if "dora" in way:
-                got = each.parts()
-                found = {part: float(f"{apart(t, want[part])['relative']:.3g}") for part, t in got.items()}
-                self.run.result["errors"].setdefault(label(case), {})[way] = found
-                if way != "peft_dora":
-                    self.run.result["paths"][label(case)] = paths(each.model)
-        self.run.say(label(case), self.run.result["errors"].get(label(case)), self.run.result["paths"].get(label(case)))
+def agree(run: Run, ways: Mapping[str, Trained], case: Case, base: nn.Module, values: Mapping[str, tuple], *given: Any) -> None:
+    """The relative L2 error of each way of DoRA, against PEFT's in float32 on what was ``given``."""
+    truth = Trained("peft_dora", *in_float32(base, values), MODELS[case.model], None)
+    truth.feed(*map(wide, given), True)
+    want, errors, where = truth.parts(), {}, label(case)
+    del truth
+    for way, each in ways.items():
+        if "dora" in way:
+            errors[way] = relative(each.parts(), want)
+            if way != "peft_dora":
+                run.result["paths"][where] = paths(each.model)
+    run.result["errors"][where] = errors
+    run.say(where, errors, run.result["paths"].get(where))
 
-    def measure(self, case: Case) -> None:
-        options, new = self.options, self.built != case[:4]
+
+def timed(run: Run, ways: Mapping[str, Trained], case: Case) -> None:
+    """A row for each way."""
+    options, steps, where = run.options, {way: each.step for way, each in ways.items()}, f"{{}}, {label(case)}"
+    found = wall_and_peak(steps, options, run.failed, where)
+    gpu_ms, by = {}, ""
+    if options.device != "cpu":
+        able, ms = {way: steps[way] for way in found}, {way: each["ms"] for way, each in found.items()}
+        gpu_ms, by = Gpu(True).times(able, ms, options.runs, run.failed, where)
+    for way, each in found.items():
+        gpu = {"gpu_ms": round(gpu_ms[way], 3), "gpu_by": by} if gpu_ms else {}
+        run.add({**case._asdict(), "way": way} | each | gpu)
+
+
+def of_adapters(run: Run, base: nn.Module, cases: Iterable[Case]) -> None:
+    """Cases of the same adapters: the ways are compared in the first."""
+    options, ways = run.options, None
+    for case in cases:
+        new = ways is None
         if new:
-            self.build(case)
-        x, target = self.inputs(case)
-        for way in self.ways.values():
+            ways, values = ways_of(run, base, case)
+        x, target = inputs(base, case, options.tiny)
+        for way in ways.values():
             way.feed(x, target, case.checkpointing == "yes")
         if new:
-            self.run.failed.attempt([f"agreement, {label(case)}"], lambda _: self.agree(case, x, target))
+            run.failed.attempt([f"agreement, {label(case)}"], lambda _: agree(run, ways, case, base, values, x, target))
         free(options.device)
-        tags = {f"{way}, {label(case)}": way for way in self.ways}
-        steps = {tag: self.ways[way].step for tag, way in tags.items()}
-        found = wall_and_peak(steps, options, self.run.failed, "{}")
-        gpu_ms, by = {}, ""
-        if options.device != "cpu":
-            able = {tag: steps[tag] for tag in found}
-            gpu_ms, by = Gpu(True).times(able, {tag: each["ms"] for tag, each in found.items()}, options.runs, self.run.failed)
-        for tag, each in found.items():
-            gpu = {"gpu_ms": round(gpu_ms[tag], 3), "gpu_by": by} if gpu_ms else {}
-            self.run.add({**case._asdict(), "way": tags[tag]} | each | gpu)
+        timed(run, ways, case)
 
 
 def label(case: Case) -> str:
@@ -215,7 +201,7 @@ def label(case: Case) -> str:
 
 OPTIONS = {
     "--models": Some(MODELS),
-    "--dtype": (Some(DTYPES, ["bf16"]), "of weights and activations"),
+    "--dtype": (Some(HALVES, ["bf16"]), "of weights and activations"),
     "--adapter": (Some(("fp32", "half"), ["fp32"]), "of A, B and m; half is the dtype of the weights"),
     "--r": [64],
     "--batch": [1],
@@ -226,10 +212,18 @@ OPTIONS = {
 
 
 def measure(run: Run) -> None:
-    bench, options = Bench(run), run.options
+    options = run.options
+    run.set("tiny", errors={}, paths={}, failed=run.failed)
     axes = (options.models, options.dtype, options.adapter, options.r, options.batch, options.checkpointing)
-    for case in run.cases([Case(*each) for each in product(*axes)]):
-        bench.measure(case)
+    for (model, dtype), cases in groupby(run.cases([Case(*each) for each in product(*axes)]), itemgetter(0, 1)):
+        torch.manual_seed(0)
+        with torch.device(options.device):
+            base = network(model, options.tiny).to(HALVES[dtype])
+        for _, alike in groupby(cases, itemgetter(2, 3)):
+            of_adapters(run, base, alike)
+            free(options.device)
+        del base
+        free(options.device)
 
 
 def judged(run: Run) -> None:
@@ -241,4 +235,4 @@ def judged(run: Run) -> None:
     judge(shares, MOST, run.failed, left(run.result["paths"], run.options))
 
 
-main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)
+main = Suite(measure, OPTIONS, runs=5, seconds=math.inf, show=beside_lora, judge=judged)

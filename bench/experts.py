@@ -38,12 +38,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import ways
 from bench.multi import timed
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, BF16, S, Way, away, by_mode, checked, differentiated, ratios
+from bench.ways import BF16, DTYPES, S, Way, away, by_mode, checked, differentiated, fresh, lora, ratios
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
 
 MODELS = {  # experts, experts of a token, hidden size, F
@@ -67,10 +66,6 @@ class Stack(NamedTuple):
     def random(cls, E: int, N: int, K: int, r: int, adapter: torch.dtype, generator: torch.Generator) -> Stack:
         W = torch.randn(E, N, K, generator=generator, device=generator.device, dtype=BF16).mul_(K**-0.5)
         return cls(W, *away(W, r, adapter, generator))
-
-    def fresh(self) -> Stack:
-        """The same memory under leaves of their own."""
-        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in "ABm"})
 
     def layer(self, norm: bool = True) -> DoraLayer:
         return DoraLayer(self.W, self.A, self.B, self.m, S, None, self.norm if norm else None)
@@ -104,8 +99,7 @@ class Case(NamedTuple):
         return cls(x, up, down, ids, weight.softmax(1), order, offsets, lengths)
 
     def fresh(self) -> Case:
-        x, gates = (t.detach().requires_grad_() for t in (self.x, self.gates))
-        return self._replace(x=x, gates=gates, up=self.up.fresh(), down=self.down.fresh())
+        return fresh(self, ("x", "gates"))._replace(up=fresh(self.up, "ABm"), down=fresh(self.down, "ABm"))
 
 
 def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
@@ -117,32 +111,28 @@ def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
         return lambda x, p, i: F.grouped_mm(x, p.W.mT, offs=i.offsets)
     if name == "lora_grouped":
         return lora_grouped
-    return partial(one_by_one, {"frozen_loop": frozen, "lora_loop": lora, "loop": dora}[name])
+    return partial(one_by_one, LOOPS[name])
 
 
-def one_by_one(layer: Callable[[Tensor, Stack, int], Tensor], x: Tensor, p: Stack, i: Case) -> Tensor:
-    return torch.cat([layer(part, p, e) for e, part in enumerate(x.split(i.lengths)) if len(part)])
+def one_by_one(layer: Callable[..., Tensor], x: Tensor, p: Stack, i: Case) -> Tensor:
+    return torch.cat([layer(part, *(t[e] for t in p)) for e, part in enumerate(x.split(i.lengths)) if len(part)])
 
 
-def frozen(x: Tensor, p: Stack, e: int) -> Tensor:
-    return F.linear(x, p.W[e])
+# Of one expert's tokens: x, W, A, B, m and the norm.
+LOOPS = {
+    "frozen_loop": lambda x, W, *_: F.linear(x, W),
+    "lora_loop": lora,
+    "loop": lambda x, W, A, B, m, norm: dora_linear(x, W, A, B, m, s=S, norm=norm),
+}
 
 
-def lora(x: Tensor, p: Stack, e: int) -> Tensor:
-    return ways.lora(x, p.W[e], p.A[e], p.B[e])
-
-
-def dora(x: Tensor, p: Stack, e: int) -> Tensor:
-    return dora_linear(x, p.W[e], p.A[e], p.B[e], p.m[e], s=S, norm=p.norm[e])
+def in_float64(x: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, norm: Tensor) -> Tensor:
+    return exact(x, W, A, B, m, S)
 
 
 def lora_grouped(x: Tensor, p: Stack, i: Case) -> Tensor:
     h = F.grouped_mm(x, p.A.to(x.dtype).mT, offs=i.offsets)
     return F.grouped_mm(x, p.W.mT, offs=i.offsets) + S * F.grouped_mm(h, p.B.to(x.dtype).mT, offs=i.offsets)
-
-
-def in_float64(x: Tensor, p: Stack, e: int) -> Tensor:
-    return exact(x, p.W[e], p.A[e], p.B[e], p.m[e], S)
 
 
 def mlp(linear: Callable[[Tensor, Stack, Case], Tensor], i: Case) -> Tensor:
@@ -193,17 +183,13 @@ def mlp_errors(way: Way, i: Case) -> dict[str, float]:
     return errors_of(way.both(), gradients(call, {n: way.leaves[n] for n in ("x", "gates")}, way.dy), ("y", "dx", "dgates"))
 
 
-def given_of(i: Case) -> list[Tensor]:
-    return [i.x, i.ids, i.gates, i.order, i.offsets, *i.up, *i.down]
-
-
 WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
 OURS = ("loop", "fdora", "fdora_inside")
 TOLERANCE = 1e-2
 
 
 def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
-    case = Case.random(model, T, r, ADAPTERS[options.adapter], options.device)
+    case = Case.random(model, T, r, DTYPES[options.adapter], options.device)
     build, errors = (layer_way, layer_errors) if kind == "layer" else (mlp_way, mlp_errors)
     found, error, failed, _, kept = checked(
         options.ways,
@@ -212,14 +198,14 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
         TOLERANCE,
         options.device,
         OURS,
-        given=given_of(case),
+        given=[case.x, case.ids, case.gates, case.order, case.offsets, *case.up, *case.down],
     )
     error = {name: each for name, each in error.items() if each}
     rows = []
     for mode, fns in by_mode(found):
-        times = timed(fns, failed, options)
+        ms, wall = timed(fns, failed, options)
         facts = {"kind": kind, "model": model, "T": T, "r": r, "adapter": options.adapter, "mode": mode}
-        row = {**facts, **times._asdict(), "ratio": ratios(times.ms, (("fdora", n) for n in times.ms))}
+        row = {**facts, "ms": ms, "wall": wall, "ratio": ratios(ms, (("fdora", n) for n in ms))}
         rows.append(row | {"error": error, "kept": kept, "failed": dict(failed)})
     return rows
 
@@ -233,7 +219,7 @@ OPTIONS = {
     "--models": Some(MODELS, ["mixtral", "qwen3-30b", "gpt-oss-20b"]),
     "--T": ([64, 4096], "tokens, each of k experts"),
     "--r": [16, 64],
-    "--adapter": One(ADAPTERS, "bf16"),
+    "--adapter": One(DTYPES, "bf16"),
     "--ways": Some(WAYS),
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),
 }

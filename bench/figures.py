@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bench import ways
 from bench.converge import EVERY, PAIRS, TARGET, WAYS
-from bench.records import names, result
+from bench.records import grouped, names, result
 from bench.schedule import KINDS, drawn
 from bench.ways import NAMES
 
@@ -144,8 +144,7 @@ def sweep(axes, panel: tuple[str, str]) -> None:
     name, field = panel
     found = result(name)
     size = found["sweep"]["over"]
-    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in found["rows"]):
-        rows = [row for row in found["rows"] if (row["mode"], row["way"]) == (mode, way)]
+    for (mode, way), rows in grouped(found["rows"], "mode", "way").items():
         points = sorted((row["seq" if size == "S" else size], row[field]) for row in rows)
         style = {"linestyle": "--" if mode == "inference" else "-", "label": None if mode == "inference" else NAMES[way]}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[way], **style)
@@ -158,8 +157,8 @@ def loss_panels() -> list[tuple]:
     """Losses, means over the seeds; and absolute differences, means over the seeds and over WINDOW of the losses kept."""
     panels = []
     for (where, settings), rows in converged().items():
-        for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-            seeds = [row["loss"] for row in rows if row["optimizer"] == optimizer]
+        for optimizer, same in grouped(rows, "optimizer").items():
+            seeds = [row["loss"] for row in same]
             label = f"{optimizer}, {settings.split(',')[0]}, seeds: {len(seeds)}, {where.upper()}"
             loss = {way: average(seed[way] for seed in seeds) for way in WAYS[::-1]}
             apart = {}
@@ -272,21 +271,22 @@ def lengths(axes, count: int) -> None:
     finish(axes, "tokens of a sample", f"samples of {count}")
 
 
+def each_of(runs: Sequence[str], key: str) -> list[tuple[str, Any]]:
+    """A panel for each value of this key in a run."""
+    return [(run, value) for run in runs for value in sorted({row[key] for row in result(run)["rows"]})]
+
+
 FIGURES = {
     "lengths": Figure(lambda: [20000], lengths),
     "rank": Figure(partial(on, "layer_ranks"), rank),
     "roofline": Figure(partial(on, "norm_forms"), roofline),
     **{f"sweep_{size}": Figure(partial(sweep_panels, size), sweep) for size in SWEPT},
     "losses": Figure(loss_panels, losses),
-    "near": Figure(lambda: [(name, dtype) for name in studied("near") for dtype in ("bf16", "fp16")], near),
-    "spread": Figure(
-        lambda: [(n, k) for n in studied("spread") for k in sorted({x["steps"] for x in result(n)["rows"]})], spread
-    ),
+    "near": Figure(lambda: each_of(studied("near"), "dtype"), near),
+    "spread": Figure(lambda: each_of(studied("spread"), "steps"), spread),
     "timeline": Figure(partial(studied, "timeline"), timeline),
     "kernels": Figure(with_kernels, kernels),
-    "stages": Figure(
-        lambda: [(n, w) for n in names("stages") for w in sorted({x["world"] for x in result(n)["rows"]})], stages
-    ),
+    "stages": Figure(lambda: each_of(names("stages"), "world"), stages),
 }
 
 

@@ -22,7 +22,7 @@ from scipy.optimize import least_squares, nnls
 
 from bench import records
 from bench.save import save as save_json
-from bench.suite import Suite, shown
+from bench.suite import Suite, summed
 from bench.tune import TILES
 from fdora.triton.tiles.configs import GemmConfig
 from fdora.triton.tiles.product import together
@@ -269,4 +269,4 @@ OPTIONS = {
 }
 
 
-main = Suite(measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
+main = Suite(measure, OPTIONS, device=None, show=summed)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy
-from scipy.optimize import least_squares
 
 from bench import records
-from bench.fit import GPU, chosen, side_of, summary
+from bench.fit import GPU, best_of, chosen, side_of, summary
 from bench.save import save as save_json
-from bench.suite import Suite, shown
+from bench.suite import Suite, summed
 from fdora.triton.tiles.few import BesideFit, NarrowFit, beside_us, narrow_us
 from fdora.triton.tiles.product import Ask, product_way
 
@@ -67,8 +66,7 @@ def fitted(found):
     def residuals(q):
         return [error for pair in found for error in errors(numpy.exp(q), pair)]
 
-    fit = least_squares(residuals, numpy.log(START), loss="soft_l1", f_scale=0.05, diff_step=0.01)
-    return tuple(float(f"{v:.4g}") for v in numpy.exp(fit.x))
+    return best_of(residuals, [START], scale=0.05, step=0.01)
 
 
 def written(fit, found):
@@ -84,10 +82,8 @@ def measure(run):
     found = list(pairs([records.result(name) for name in options.runs]))
     fit = fitted(found)
     for pair in found:
-        us, guess = (
-            {"narrow": pair.narrow, "general": pair.general},
-            dict(zip(("narrow", "general"), predicted(fit, pair), strict=True)),
-        )
+        us = {"narrow": pair.narrow, "general": pair.general}
+        guess = dict(zip(us, predicted(fit, pair), strict=True))
         run.result["rows"].append({"shape": pair.shape, "forward": pair.forward} | chosen(guess, us, min(us.values())))
     sides = {side_of(forward): [row for row in run.result["rows"] if row["forward"] == forward] for forward in (True, False)}
     run.set(summary=[{"direction": side} | summary(rows) for side, rows in sides.items()])
@@ -101,4 +97,4 @@ OPTIONS = {
 }
 
 
-main = Suite(measure, OPTIONS, device=None, show=lambda found: shown(found["summary"]))
+main = Suite(measure, OPTIONS, device=None, show=summed)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -55,7 +54,7 @@ def ways_of(i: Inputs, W: QuantWeight) -> dict[str, Way]:
     c = dora_norm(W, A.detach(), B.detach(), s=S)
 
     def dora(W, **how) -> Way:
-        return fdora(replace(i, W=W), c, **how)
+        return fdora(i._replace(W=W), c, **how)
 
     return {
         "linear": differentiated(lambda: F.linear(x, dense), {"x": x}, i.dy, "frozen"),

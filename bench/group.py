@@ -20,8 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +33,24 @@ from bench.checkouts import RIVAL_PATH, axolotl_group, unsloth_group
 from bench.clock import Timer, anchor_graph, launches_of, medians, quick_timer, wall_timer
 from bench.rivals import peft_layer
 from bench.suite import Some, Suite
-from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, Inputs, S, Truths, Way, against, bare, by_mode, checked, differentiated, ratios, warm
+from bench.truth import exact
+from bench.ways import (
+    DTYPES,
+    LEAVES,
+    Inputs,
+    S,
+    Truths,
+    Way,
+    against,
+    bare,
+    by_formula,
+    by_mode,
+    checked,
+    differentiated,
+    fresh,
+    ratios,
+    warm,
+)
 from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp
 
 MODELS = {  # hidden size, N of q, k and v, width of the MLP
@@ -61,7 +76,7 @@ class Case(NamedTuple):
     def random(cls, model: str, part: str, M: int, r: int, adapter: str, device: str) -> Case:
         K, qkv, width = MODELS[model]
         shapes = {"qkv": [(K, n) for n in qkv], "gate_up": [(K, width)] * 2, "mlp": [(K, width), (K, width), (width, K)]}[part]
-        layers = [Inputs.random(M, k, n, r, ADAPTERS[adapter], device) for k, n in shapes]
+        layers = [Inputs.random(M, k, n, r, DTYPES[adapter], device) for k, n in shapes]
         for i, layer in enumerate(layers):  # not three times the same: other rows first
             with torch.no_grad():
                 for t in (layer.W, layer.B, layer.m, layer.norm):
@@ -71,9 +86,8 @@ class Case(NamedTuple):
     def fresh(self) -> Case:
         """The same memory under leaves of their own. A leaf's node remembers the stream it was made on, and lives as long as a
         graph that a way leaves behind: another way's CUDA graph would have to wait for that stream, which spoils it."""
-        anew = {id(t): t.detach().requires_grad_() for i in self.layers for t in (i.x, i.A, i.B, i.m)}
-        layers = [replace(i, **{n: anew[id(getattr(i, n))] for n in ("x", "A", "B", "m")}) for i in self.layers]
-        return self._replace(x=anew[id(self.x)], layers=layers)
+        layers = [fresh(i, "xABm") for i in self.layers]
+        return self._replace(x=layers[0].x, layers=layers)
 
     def leaves(self) -> dict[str, Tensor]:
         named = {f"{n}{i}": getattr(layer, n) for i, layer in enumerate(self.layers) for n in ("A", "B", "m")}
@@ -89,43 +103,39 @@ def by_layers(case: Case, layers: list[Callable[[Tensor], Tensor]]) -> list[Tens
 
 def build(name: str, case: Case, rival_path: Sequence[Path] = ()) -> Way:
     case = case.fresh()
+    leaves, truth = case.leaves(), "dora"
     if name == "bare":
-        return bare(*(replace(i, x=case.x if i.x.shape == case.x.shape else i.x) for i in case.layers))
+        return bare(*(i._replace(x=case.x if i.x.shape == case.x.shape else i.x) for i in case.layers))
     if name in ("unsloth_lora", "axolotl_lora", "axolotl_dora"):
         of, truth = name.split("_")
         own = {f"m{k}": i.m.detach().clone().requires_grad_() for k, i in enumerate(case.layers)}  # norms are kept on them
-        leaves = {n: own.get(n, t) for n, t in case.leaves().items() if truth == "dora" or n[0] != "m"}
+        leaves = {n: own.get(n, t) for n, t in leaves.items() if n[0] in LEAVES[truth]}
         layers = [(i.W, i.A, i.B, leaves.get(f"m{k}")) for k, i in enumerate(case.layers)]
-        call = {"unsloth": unsloth_group, "axolotl": axolotl_group}[of](rival_path, case.part, layers, S)
-        return differentiated(lambda: call(case.x), leaves, case.dys, truth)
-    if name == "peft_lora":
-        built = [peft_layer(i.W, i.A, i.B, None, S) for i in case.layers]
-        leaves = {f"{n}{i}": t for i, (_, own) in enumerate(built) for n, t in own.items()}
-        return differentiated(lambda: by_layers(case, [layer for layer, _ in built]), {"x": case.x, **leaves}, case.dys, "lora")
-    if name == "separate":
+        call = partial({"unsloth": unsloth_group, "axolotl": axolotl_group}[of](rival_path, case.part, layers, S), case.x)
+    elif name == "peft_lora":
+        built, truth = [peft_layer(i.W, i.A, i.B, None, S) for i in case.layers], "lora"
+        leaves = {"x": case.x} | {f"{n}{i}": t for i, (_, own) in enumerate(built) for n, t in own.items()}
+        call = partial(by_layers, case, [layer for layer, _ in built])
+    elif name == "separate":
+        given = [{"W": i.W, "A": i.A, "B": i.B, "m": i.m, "norm": i.norm} for i in case.layers]
+        call = partial(by_layers, case, [partial(dora_linear, s=S, **each) for each in given])
+    else:
+        members = [DoraLayer(i.W, i.A, i.B, i.m, S, norm=i.norm) for i in case.layers]
 
-        def one(i: Inputs) -> Callable[[Tensor], Tensor]:
-            return lambda x: dora_linear(x, i.W, i.A, i.B, i.m, s=S, norm=i.norm)
+        def call() -> list[Tensor]:
+            return [dora_mlp(case.x, *members)] if case.part == "mlp" else list(dora_linear_group(case.x, members))
 
-        return differentiated(lambda: by_layers(case, [one(i) for i in case.layers]), case.leaves(), case.dys)
-    members = [DoraLayer(i.W, i.A, i.B, i.m, S, norm=i.norm) for i in case.layers]
-    if case.part == "mlp":
-        return differentiated(lambda: [dora_mlp(case.x, *members)], case.leaves(), case.dys)
-    return differentiated(lambda: list(dora_linear_group(case.x, members)), case.leaves(), case.dys)
+    return differentiated(call, leaves, case.dys, truth)
 
 
 def truths(case: Case) -> Truths:
     """Outputs and gradients of a formula, dora or lora."""
 
-    @cache
-    def of(kind: str) -> dict[str, Tensor]:
-        def call(t: dict[str, Tensor]) -> list[Tensor]:
-            own = [{"W": i.W, "A": t[f"A{k}"], "B": t[f"B{k}"], "m": t.get(f"m{k}")} for k, i in enumerate(case.layers)]
-            return by_layers(case._replace(x=t["x"]), [partial(exact, s=S, **each) for each in own])
+    def call(kind: str, t: dict[str, Tensor]) -> list[Tensor]:
+        own = [{"W": i.W, "A": t[f"A{k}"], "B": t[f"B{k}"], "m": t.get(f"m{k}")} for k, i in enumerate(case.layers)]
+        return by_layers(case._replace(x=t["x"]), [partial(exact, s=S, **each) for each in own])
 
-        return gradients(call, {n: t for n, t in case.leaves().items() if kind == "dora" or n[0] != "m"}, case.dys)
-
-    return of
+    return by_formula(call, case.leaves(), case.dys)
 
 
 def compile_case(name: str, rival_path: Sequence[Path], *shape) -> None:
@@ -156,7 +166,7 @@ def rows_of(model: str, part: str, M: int, r: int, adapter: str, options, where:
     )
     rows = []
     for mode, fns in by_mode(ways):
-        timers = failed.attempt(fns, lambda name, mode=mode, fns=fns: timed(case, mode, fns[name], where))
+        timers = failed.attempt(fns, lambda name: timed(case, mode, fns[name], where))
         ms = {name: round(value, 5) for name, value in medians(timers, options.runs).items()}
         row = {"model": model, "part": part, "M": M, "r": r, "adapter": adapter, "mode": mode, "ms": ms}
         row["ratio"] = ratios(ms, (("fdora", n) for n in ms))
@@ -169,7 +179,7 @@ OPTIONS = {
     "--parts": Some(PARTS),
     "--M": [4096],
     "--r": [16, 384],
-    "--adapter": (Some(ADAPTERS, ["bf16"]), "bf16,fp32"),
+    "--adapter": (Some(DTYPES, ["bf16"]), "bf16,fp32"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.clock import Failures, medians, wall_timer
 from bench.suite import One, Some, Suite
-from bench.ways import ADAPTERS, Inputs, build, by_mode
+from bench.ways import DTYPES, Inputs, build, by_mode
 from bench.ways import WAYS as EVERY
 
 ROOT = Path(__file__).parent.parent
@@ -63,12 +63,12 @@ def first_call(sizes: tuple[int, ...], device: str) -> list[dict]:
 
 def per_call(options) -> list[dict]:
     """us per call of each way, forward without a graph and forward with backward."""
-    inputs = Inputs.random(options.M, options.K, options.N, options.r, ADAPTERS[options.adapter], options.device)
+    inputs = Inputs.random(options.M, options.K, options.N, options.r, DTYPES[options.adapter], options.device)
     failed = Failures()
     ways = failed.attempt(options.ways, lambda name: build(name, inputs))
     rows = {name: {"way": name} for name in options.ways}
     for mode, fns in by_mode(ways):
-        timers = failed.attempt(fns, lambda name, fns=fns: wall_timer(fns[name], options.device, options.loop_ms))
+        timers = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
         for name, ms in medians(timers, options.runs).items():
             rows[name][f"{mode}_us"] = round(1e3 * ms, 1)
     return [row | ({"failed": failed[name]} if name in failed else {}) for name, row in rows.items()]
@@ -76,7 +76,7 @@ def per_call(options) -> list[dict]:
 
 OPTIONS = {
     **{f"--{name}": size for name, size in dict(M=16, K=512, N=512, r=16).items()},
-    "--adapter": One(ADAPTERS, "bf16"),
+    "--adapter": One(DTYPES, "bf16"),
     "--ways": Some(EVERY, WAYS),
     "--first-call": False,
     "--loop-ms": (20.0, "about the length of one loop"),

@@ -32,7 +32,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -57,10 +56,12 @@ from bench.jobs_model import (
     unmerged_of,
     unpacked_of,
 )
-from bench.rivals import fill
+from bench.multi import Bank
+from bench.rivals import around_the_same_weights, fill_all, wrapped
 from bench.schedule import KINDS
 from bench.suite import One, Run, Some, Suite
-from fdora.functional import DoraParams, dora_init, dora_linear_multi, dora_norm, dora_stack
+from bench.ways import BF16, S
+from fdora.functional import dora_linear_multi, dora_norm
 from fdora.integrations.peft import use_fdora
 from fdora.jobs.loop import Model, Wire, connect, run_pipeline, select_state, train_step, works_of
 from fdora.jobs.loop.step import gradients, leaves_of, on
@@ -145,16 +146,10 @@ def ahead(options):
 
 def compile_one(M: int, K: int, N: int, options, need_x: bool) -> None:
     """A layer forward and backward. The first of a stage has no gradient to hand on."""
-    dtype = torch.float32 if options.tiny else torch.bfloat16
-    like = {"device": options.device, "dtype": dtype}
-    W, s = torch.randn(N, K, **like), torch.ones(len(KINDS), device=options.device)
-    x = torch.randn(M, K, **like).requires_grad_(need_x)
-    params = dora_stack([dora_init(W, options.r, dtype=dtype) for _ in range(len(KINDS))])
-    params = DoraParams(*(t.to(dtype).requires_grad_() for t in params))
-    ends = torch.tensor([M * (a + 1) // len(KINDS) for a in range(len(KINDS))], dtype=torch.int32).to(options.device)
-    kept = dora_norm(W, params.A.detach(), params.B.detach(), s=s)
-    y = dora_linear_multi(x, W, *params, s=s, offsets=ends, norm=kept, ranks=(options.r,) * len(KINDS))
-    y.backward(torch.zeros_like(y))
+    i = Bank.random(M, K, N, [options.r] * len(KINDS), BF16, options.device)
+    x, how = i.x if need_x else i.x.detach(), {"s": i.s, "offsets": i.offsets, "ranks": tuple(i.ranks)}
+    kept = dora_norm(i.W, i.A.detach(), i.B.detach(), s=i.s)
+    dora_linear_multi(x, i.W, i.A, i.B, i.m, norm=kept, **how).backward(i.dy)
 
 
 def pipeline(bench: Run, jobs: Jobs) -> None:
@@ -164,12 +159,9 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
     begun = select_state(jobs.state(stage), stage.names)
     wire = Wire(lambda work: (sum(s.length for s in work.samples), jobs.sizes.hidden), jobs.dtype, jobs.device)
 
-    def fresh():
-        return begun._replace(**{part: copied(getattr(begun, part)) for part in ("grads", "mean", "square")})
-
     def run(works, clock=None, state=None):
         how = {"stages": {rank: stage}, "wire": wire, "jobs": jobs.jobs, "links": links, "clock": clock}
-        return run_pipeline(state or fresh(), works, lambda n: jobs.data(works[n]), **how)
+        return run_pipeline(state or fresh(begun), works, lambda n: jobs.data(works[n]), **how)
 
     def clock():
         if options.device == "cuda":
@@ -184,7 +176,7 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
 
     def timed() -> dict | None:
         """Of one run whose actions are timed; on the first process."""
-        state = fresh()  # no part of the pipeline
+        state = fresh(begun)  # no part of the pipeline
         synchronize(jobs.device)
         dist.barrier()
         start = clock()
@@ -215,8 +207,9 @@ def pipeline(bench: Run, jobs: Jobs) -> None:
     bench.say({name: value for name, value in bench.result.get("bubble", {}).items() if name != "actions"})
 
 
-def copied(tree):
-    return optree.tree_map(torch.clone, tree)
+def fresh(state):
+    """It with gradients and moments of its own, which steps write in place."""
+    return state._replace(**{part: optree.tree_map(torch.clone, getattr(state, part)) for part in ("grads", "mean", "square")})
 
 
 def written(task: Task) -> str:
@@ -236,25 +229,13 @@ class Peft:
     """Jobs one after the other through a PEFT model with an adapter for each."""
 
     def __init__(self, jobs: Jobs, dora: bool, fdora: bool):
-        from peft import LoraConfig, get_peft_model
-
         self.jobs, self.padded = jobs, False
-        config = LoraConfig(
-            r=jobs.r, lora_alpha=2 * jobs.r, lora_dropout=jobs.dropout, use_dora=dora, target_modules=list(LINEARS)
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            base = copy.deepcopy(jobs.model, {id(p): p for p in jobs.model.parameters()})
-            self.model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=False)
-            for a in range(1, jobs.count):
-                self.model.add_adapter(str(a), config)
-        self.leaves = []
-        for a in range(jobs.count):
-            own = {}
-            for path, params in jobs.starts.items():
-                layer, (A, B, m) = self.model.get_base_model().get_submodule(path), params[a]
-                own |= {f"{path}.{part}": p for part, p in fill(layer, A, B, m if dora else None, str(a)).items()}
-            self.leaves.append(own)
+        base = around_the_same_weights(jobs.model)
+        self.model = wrapped(base, jobs.r, S, LINEARS, dora, jobs.dropout, adapter="0")
+        for a in range(1, jobs.count):
+            self.model.add_adapter(str(a), self.model.peft_config["0"])
+        each = [{path: params[a] for path, params in jobs.starts.items()} for a in range(jobs.count)]
+        self.leaves = [fill_all(base, own, dora, str(a)) for a, own in enumerate(each)]
         if fdora:
             use_fdora(self.model, dropout_mode=jobs.dropout_mode)
         self.optimizers = [
@@ -308,15 +289,14 @@ class Together:
         return jobs.works if self.schedule is None else works_of(self.schedule(jobs.lengths, jobs.options))
 
     def ready(self):
-        own = {part: optree.tree_map(torch.clone, getattr(self.start, part)) for part in ("grads", "mean", "square")}
-        self.state, self.todo = self.start._replace(**own), self.works
+        self.state, self.todo = fresh(self.start), self.works
 
     def gradients(self, work):
         a = work.samples[0].adapter
         params, leaves = leaves_of(self.start.params)
         losses = self.model.forward(params, self.start.kept, self.jobs.data(work))
         torch.autograd.backward(losses.sum(), inputs=leaves)
-        parts = ((f"{name}.{part}", t) for name, bank in params.items() for part, t in zip("ABm", bank, strict=True))
+        parts = ((f"{part} of {name}", t) for name, bank in params.items() for part, t in zip("ABm", bank, strict=True))
         return losses.detach(), {name: t.grad[a] for name, t in parts if t is not None}
 
     def run(self, upto="step"):
@@ -362,7 +342,7 @@ def timed(run: Run, jobs: Jobs, ways: dict, mix: str) -> None:
         for name, way in ways.items():
             if turn and run.late([mix, turn, name]):
                 continue
-            found = run.failed.attempt([name], lambda name, way=way: once(way, jobs), f"{mix}, {{}}")
+            found = run.failed.attempt([name], lambda _: once(way, jobs), f"{mix}, {{}}")
             for *seconds, peak in found.values():
                 run.say(f"{mix}, turn {turn}, {name}: {seconds[0]:.3f} s")
                 if turn:

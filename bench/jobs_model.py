@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.decoder import LINEARS
-from bench.schedule import KINDS, drawn
-from fdora.functional import DoraParams, dora_init, dora_linear, dora_linear_multi, dora_stack
+from bench.schedule import KINDS, alone, drawn
+from bench.ways import S, away
+from fdora.functional import DoraParams, dora_linear, dora_linear_multi, dora_stack
 from fdora.functional.act import gated_act
 from fdora.functional.multi import multi_together
 from fdora.jobs.causal.banks import Layer, arguments, norms_of
@@ -28,7 +29,7 @@ from fdora.jobs.schedule import Sample, Schedule, Spec, pack, schedule, segment_
 from fdora.jobs.schedule.records import Microbatch
 from fdora.jobs.schedule.whole import rounds_of
 
-CLIP, LR, S = 1.0, 1e-4, 2.0
+CLIP, LR = 1.0, 1e-4
 PADDED = 4  # samples of a padded microbatch
 Project = Callable[[str, Tensor], Tensor]
 
@@ -144,7 +145,7 @@ def by_modules(model: nn.Module, data: Data) -> Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     x = data.x
     for layer in base.layers:
-        x = block(lambda name, x, layer=layer: layer[name](x), x, data, base.sizes)
+        x = block(lambda name, x: layer[name](x), x, data, base.sizes)
     return losses_of(x, data)
 
 
@@ -172,16 +173,16 @@ def stage_of(model: Decoder, inside: range, layers: dict[str, Layer], first: boo
         x = data.x if first else x
         for n in inside:
 
-            def given(part, n=n):
+            def given(part):
                 name = f"layers.{n}.{part}"
                 seed = None if data.seed is None else data.seed + names.index(name)
                 return layers[name], params[name], kept[name], seed
 
-            def project(part, x, given=given):
+            def project(part, x):
                 *own, seed = given(part)
                 return call(*own, data, x, seed)
 
-            def together(project, parts, h, act, given=given):
+            def together(project, parts, h, act):
                 if call is grouped:
                     return multi_together(h, [arguments(*given(part)) for part in parts], data.ends, act)
                 ys = [project(part, h) for part in parts]
@@ -211,10 +212,8 @@ class Jobs:
         for n in range(options.layers):
             for name in LINEARS:
                 W = self.model.layers[n][name].weight
-                own = [dora_init(W, self.r, dtype=self.dtype, generator=draw) for _ in range(self.count)]
-                for p in own:
-                    p.B.normal_(std=0.05 * self.r**-0.5, generator=draw)
-                self.starts[f"layers.{n}.{name}"] = [p._replace(m=p.m.to(self.dtype)) for p in own]
+                own = [away(W, self.r, self.dtype, draw)[:3] for _ in range(self.count)]
+                self.starts[f"layers.{n}.{name}"] = [DoraParams(*each) for each in own]
         scale = torch.tensor((S,) * self.count, device=self.device)
         how = {"dropout": self.dropout, "dropout_mode": self.dropout_mode}
         self.banks = {
@@ -271,7 +270,7 @@ def unmerged_of(lengths: list[list[list[int]]], options) -> list[Microbatch]:
 def unpacked_of(lengths: list[list[list[int]]], options) -> list[Microbatch]:
     """A microbatch takes samples as they come, those of a batch of one adapter after the other, until one does not fit."""
     found = []
-    for _, samples in rounds_of(tuple((a,) for a in range(len(lengths))), lengths):
+    for samples in alone(lengths):
         row = [[]]
         for sample in samples:
             if sum(each.length for each in row[-1]) + sample.length > capacity_of(options):

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from statistics import geometric_mean
 
 import torch
@@ -37,11 +37,12 @@ import torch
 from bench.checkouts import RIVAL_PATH
 from bench.clock import free, medians_of
 from bench.packed import BASES, Packed
+from bench.records import grouped
 from bench.shapes import copies_of, draw
-from bench.suite import Some, Suite, shown
+from bench.suite import Some, Suite, summed
 from bench.ways import (
-    ADAPTERS,
     DORA,
+    DTYPES,
     FULL,
     KEEP_NORM,
     LORA,
@@ -70,14 +71,13 @@ QUICK = (
     *(("4096x4096", 16384, 16), ("4096x14336", 16384, 128), ("4096x4096", 16, 16), ("4096x14336", 16, 64)),
 )
 TOLERANCE = 5e-3  # relative L2; one rounding to bf16 is 1.7e-3, and at most three follow one another
-MODES = tuple(product(("fwd", "fwd_bwd"), ("given", "inside")))
 
 
 def case(M: int, K: int, N: int, r: int, adapter: str, base: str, options) -> list[dict]:
     """Four rows: forward or both directions, norm given or computed inside."""
     device = options.device
     torch._dynamo.reset()
-    i = Inputs.random(M, K, N, r, ADAPTERS[adapter], device)
+    i = Inputs.random(M, K, N, r, DTYPES[adapter], device)
     W, sets = i.W, copies_of(i) if options.cold else [i]
     makers = [partial(build, i=each) for each in sets]
     if base != "bf16":
@@ -126,17 +126,15 @@ def pairs() -> list[tuple[str, str]]:
 
 def summarize(rows: list[dict]) -> dict:
     means, worst = {}, {}
-    for mode, norm in MODES:
+    for (mode, norm), same in grouped(rows, "mode", "norm").items():
         values = {}
-        for row in rows:
-            if (row["mode"], row["norm"]) == (mode, norm):
-                for pair, ratio in row["ratio"].items():
-                    values.setdefault(pair, []).append(ratio)
+        for pair, ratio in chain.from_iterable(row["ratio"].items() for row in same):
+            values.setdefault(pair, []).append(ratio)
         means[f"{mode}, norm {norm}"] = {pair: round(geometric_mean(each), 3) for pair, each in values.items()}
         worst[f"{mode}, norm {norm}"] = {pair: max(each) for pair, each in values.items()}
     failed = sorted({f"{name}: {reason}" for row in rows for name, reason in row["failed"].items()})
     summary = {"geometric_means": means, "worst": worst, "failed": failed, "wrong": wrong(rows)}
-    return summary | {"cases": len(rows) // len(MODES)}
+    return summary | {"cases": len(rows) // 4}  # of `case`
 
 
 def wrong(rows: list[dict]) -> list[str]:
@@ -166,7 +164,7 @@ OPTIONS = {
     "--shapes": (["llama8b"], f"of {', '.join(MODELS)}, all, or KxN"),
     "--M": [4096],
     "--r": [16, 64, 384],
-    "--adapter": Some(ADAPTERS, ["bf16"]),
+    "--adapter": Some(DTYPES, ["bf16"]),
     "--quick": (False, "12 cases instead of --shapes, --M and --r"),
     "--draw": (0, "so many shapes at random instead, of any M and r: no table and no fit has seen them"),
     "--seed": (16, "of these"),
@@ -190,7 +188,7 @@ def measure(run):
 
 
 def compile_case(M: int, K: int, N: int, r: int, adapter: str, name: str) -> None:
-    warm(build(name, Inputs.random(M, K, N, r, ADAPTERS[adapter], "cuda")))
+    warm(build(name, Inputs.random(M, K, N, r, DTYPES[adapter], "cuda")))
 
 
 def ahead(options):
@@ -198,4 +196,4 @@ def ahead(options):
     return compile_case, [(*each[:5], name) for each in cases(options) for name in mine]
 
 
-main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead, show=lambda found: shown(found["summary"]))
+main = Suite(measure, OPTIONS, runs=9, seconds=math.inf, ahead=ahead, show=summed)

@@ -19,11 +19,11 @@ head, which has no adapter, would be most of a narrow or a short model.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
+from operator import itemgetter
 from statistics import linear_regression
 
 import torch
@@ -33,11 +33,11 @@ from torch import Tensor, nn
 import fdora
 from bench import decoder, records
 from bench.clock import free
-from bench.decoder import DTYPES, MOST_APART, adapters, apart, compile_each, judge, nothing_dropped, of_part, wall_and_peak
+from bench.decoder import MOST_APART, adapters, apart, by_part, compile_each, in_float32, judge, nothing_dropped, wall_and_peak
 from bench.rivals import COMPOSED, adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, beside_lora, compilations, numbers, stack
 from bench.suite import shown as tables
-from bench.ways import S
+from bench.ways import DTYPES, S
 
 ARCHITECTURES, VISION = decoder.SIZES["causal"], decoder.SIZES["vision"]
 WAYS = ("peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
@@ -53,16 +53,17 @@ SWEEP_VOCABULARY = 1024
 OWN, EXACT = "against_its_own_eager_way", "one_layer_against_float32"
 
 
-def network(options, layers: int, width: int | None = None) -> nn.Module:
-    """The base model, frozen, with biases (where it has any) that are not 0."""
+def network(options, layers: int, width: int | None = None, vocabulary: int | None = None) -> nn.Module:
+    """The base model, frozen, with biases (where it has any) that are not 0. Of the options its model, dtype and device, and
+    whether it is tiny."""
     import transformers
 
     kind, sizes = ARCHITECTURES[options.model]
     sizes = sizes | dict(num_hidden_layers=layers, tie_word_embeddings=False)
     if options.tiny:
         sizes |= decoder.SIZES["tiny"]["causal"]
-    if options.sweep:
-        sizes |= dict(vocab_size=SWEEP_VOCABULARY)
+    if vocabulary:
+        sizes |= dict(vocab_size=vocabulary)
     if width:
         head = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
         heads = max(1, width // head)
@@ -187,7 +188,7 @@ def results(run: Trained, trained: bool = True) -> dict[str, Tensor]:
     """Logits, and the gradients of all A, all B, all m."""
     with nothing_dropped(run.model):
         gradients = dict(zip(run.leaves, run.of("gradient")(), strict=True)) if trained else {}
-        return {"logits": run.of("inference")(), **{f"d{part}": of_part(part, gradients) for part in "ABm" if trained}}
+        return {"logits": run.of("inference")()} | (by_part(gradients) if trained else {})
 
 
 def compare(run: Trained, truth: dict[str, Tensor]) -> dict[str, dict[str, float]]:
@@ -203,9 +204,8 @@ def one_layer(options, adapter: str, seq: int) -> dict[str, dict]:
     """The ways of DoRA in their dtype against PEFT's in float32, in a model of one layer."""
     base = network(options, 1)
     values = adapters(base, options.r, DTYPES[adapter])
-    exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
     inputs, last = inputs_for(base, seq), options.loss_tokens
-    truth = results(Trained("peft_dora", copy.deepcopy(base).float(), exact, inputs, last))
+    truth = results(Trained("peft_dora", *in_float32(base, values), inputs, last))
     arguments, how = (base, values, inputs, last), decoder.adapted_as(options, adapter)
     return {way: compare(Trained(way, *arguments, **how), truth) for way in options.ways if "dora" in way}
 
@@ -218,7 +218,7 @@ def at(where: dict) -> str:
 def prepare(run: Run, adapter: str, r: int, seq: int, layers: int, width: int | None = None) -> dict[str, Trained]:
     options, where = run.options, {"r": r, "seq": seq, "width": width, "adapter": adapter}
     torch.manual_seed(0)
-    base = network(options, layers, width)
+    base = network(options, layers, width, SWEEP_VOCABULARY if options.sweep else None)
     values = {name: tuple(map(nn.Parameter, parts)) for name, parts in adapters(base, r, DTYPES[adapter]).items()}
     arguments, how = (base, values, inputs_for(base, seq)), decoder.adapted_as(options, adapter)
     how["optimizer"] = adamw([p for parts in values.values() for p in parts])
@@ -302,8 +302,8 @@ def exponents(rows: list[dict], over: str) -> dict[str, dict]:
     ``upper`` is the same of the larger half of the sizes: at small ones the launches weigh, and what does not grow.
     """
     found = {}
-    for mode, way in dict.fromkeys((row["mode"], row["way"]) for row in rows):
-        points = sorted((row for row in rows if (row["mode"], row["way"]) == (mode, way)), key=lambda row: row[over])
+    for (mode, way), mine in records.grouped(rows, "mode", "way").items():
+        points = sorted(mine, key=itemgetter(over))
         if len(points) > 1:
             upper = points[-max(2, math.ceil(len(points) / 2)) :]
             found[f"{mode}, {way}"] = fit(points, over) | {"upper": fit(upper, over)}
@@ -347,7 +347,7 @@ def measure(run: Run) -> None:
 
 def shown(result: dict) -> str:
     trees = (tables(result[part]) for part in ("agreement", "norms", "sweep") if result.get(part))
-    return "\n\n".join([beside_lora(result["rows"]), *trees])
+    return "\n\n".join([beside_lora(result), *trees])
 
 
 def judged(run: Run) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,8 +44,22 @@ from bench.clock import Failures, free, medians, medians_of, wall_timer
 from bench.kernels import by_name, profiled
 from bench.suite import One, Some, Suite
 from bench.truth import errors as errors_of
-from bench.truth import exact, gradients
-from bench.ways import ADAPTERS, S, Truths, Way, away, checked, dense_inputs, differentiated, in_turns, ratios
+from bench.truth import exact
+from bench.ways import (
+    DTYPES,
+    LEAVES,
+    S,
+    Truths,
+    Way,
+    away,
+    by_formula,
+    checked,
+    dense_inputs,
+    differentiated,
+    fresh,
+    in_turns,
+    ratios,
+)
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
 
 WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
@@ -77,10 +91,6 @@ class Bank(NamedTuple):
         leaves = (t.requires_grad_() for t in (A, B, m))
         return cls(x.requires_grad_(), W, *leaves, norm, dy, torch.full((G,), S, device=device), ends, lengths, ranks)
 
-    def fresh(self) -> Bank:
-        """The same memory under leaves of their own: see bench/group.py."""
-        return self._replace(**{n: getattr(self, n).detach().requires_grad_() for n in ("x", "A", "B", "m")})
-
     def adapter(self, g: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.A[g, : self.ranks[g]], self.B[g, :, : self.ranks[g]], self.m[g]
 
@@ -94,9 +104,9 @@ def lengths_of(M: int, G: int) -> list[int]:
 
 
 def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
-    i = bank.fresh()
+    i = fresh(bank, "xABm")  # see bench/group.py
     truth = "lora" if name in LORA else "dora"
-    leaves = {n: getattr(i, n) for n in ("xAB" if name in LORA else "xABm")}
+    leaves = {n: getattr(i, n) for n in LEAVES[truth]}
     if name == "frozen":
         return differentiated(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy, None)
     if name == "one":
@@ -175,15 +185,11 @@ def truths(bank: Bank) -> Truths:
 
     W = bank.W.double()  # one for all adapters
 
-    @cache
-    def of(kind: str) -> dict[str, Tensor]:
-        def call(t: dict[str, Tensor]) -> Tensor:
-            each = (exact(x, W, t["A"][g], t["B"][g], t["m"][g] if "m" in t else None, S) for g, x in parts(t["x"], bank))
-            return torch.cat(list(each))
+    def call(kind: str, t: dict[str, Tensor]) -> Tensor:
+        each = (exact(x, W, t["A"][g], t["B"][g], t["m"][g] if "m" in t else None, S) for g, x in parts(t["x"], bank))
+        return torch.cat(list(each))
 
-        return gradients(call, {n: getattr(bank, n) for n in ("xABm" if kind == "dora" else "xAB")}, bank.dy)
-
-    return of
+    return by_formula(call, {n: getattr(bank, n) for n in "xABm"}, bank.dy)
 
 
 def errors(bank: Bank, truth: Truths, name: str, way: Way) -> dict[str, float]:
@@ -215,17 +221,11 @@ def kernels(fn: Callable[[], object], device: str) -> dict[str, float]:
     return {f"{count[name] // 10} x {name[:60]}": round(us, 2) for name, us in by_name(found, 10)}
 
 
-class Timed(NamedTuple):
-    """Time of each way by CUDA graph and, with the host in it, by wall clock."""
-
-    ms: dict[str, float]
-    wall: dict[str, float]
-
-
-def timed(fns: dict[str, Callable[[], object]], failed: Failures, options) -> Timed:
+def timed(fns: dict[str, Callable[[], object]], failed: Failures, options) -> tuple[dict[str, float], dict[str, float]]:
+    """ms of each way by CUDA graph and, with the host in it, by wall clock."""
     ms = medians_of(fns, options.device, options.runs, failed)
     walls = failed.attempt(fns, lambda name: wall_timer(fns[name], options.device, options.loop_ms))
-    return Timed(ms, {n: round(v, 5) for n, v in medians(walls, options.runs).items()})
+    return ms, {n: round(v, 5) for n, v in medians(walls, options.runs).items()}
 
 
 def of_bound(ms: dict[str, float], ranks: list[int], bytes_of_a_rank: int, bytes_per_ms: float) -> dict[str, float]:
@@ -252,7 +252,7 @@ class Case(NamedTuple):
 def rows_of(case: Case, options, bytes_per_ms: float) -> list[dict]:
     """``decode`` has no backward, but weights out of memory."""
     kind, M, K, N, ranks, label = case
-    bank = Bank.random(M, K, N, ranks, ADAPTERS[options.adapter], options.device)
+    bank = Bank.random(M, K, N, ranks, DTYPES[options.adapter], options.device)
     ways, error, failed, *_ = checked(
         options.ways,
         lambda name: build(name, bank, options.rival_path),
@@ -270,10 +270,10 @@ def rows_of(case: Case, options, bytes_per_ms: float) -> list[dict]:
             banks = [bank, *(Bank.random(M, K, N, ranks, bank.A.dtype, options.device) for _ in range(more))]
             fns = {n: in_turns([build(n, each, options.rival_path) for each in banks]).forward for n in ways}
         facts = {"M": M, "K": K, "N": N, "G": len(ranks), "r": label, "adapter": options.adapter, "mode": mode}
-        times = timed(fns, failed, options)
-        bound = of_bound(times.ms, ranks, (K + N) * bank.A.itemsize, bytes_per_ms)
-        pairs = [(n, one) for one in ("one", "multi") for n in times.ms if (n, one) != ("one", "multi")]
-        row = {"kind": kind, **facts, "target": TARGETS[kind], **times._asdict(), "ratio": ratios(times.ms, pairs)}
+        ms, wall = timed(fns, failed, options)
+        bound = of_bound(ms, ranks, (K + N) * bank.A.itemsize, bytes_per_ms)
+        pairs = [(n, one) for one in ("one", "multi") for n in ms if (n, one) != ("one", "multi")]
+        row = {"kind": kind, **facts, "target": TARGETS[kind], "ms": ms, "wall": wall, "ratio": ratios(ms, pairs)}
         row |= {"of_bound": bound, "error": error, "failed": dict(failed)}
         if options.kernels and mode != "fwd_cold":
             row["kernels"] = {n: kernels(fns[n], options.device) for n in ("one", *BANKS) if n in fns}
@@ -297,7 +297,7 @@ def cases(options) -> list[Case]:
 
 def compile_case(case: Case, adapter: str, device: str) -> None:
     """Everything of fdora once, in a process of its own: the kernels are in Triton's cache then."""
-    bank = Bank.random(case.M, case.K, case.N, case.ranks, ADAPTERS[adapter], device)
+    bank = Bank.random(case.M, case.K, case.N, case.ranks, DTYPES[adapter], device)
     dora_norm(bank.W, bank.A.detach(), bank.B.detach(), s=bank.s)
     for name in ("one", "loop", "multi", "multi_ids"):
         way = build(name, bank)
@@ -313,7 +313,7 @@ OPTIONS = {
     "--serve": ([200, 700], "tokens of six adapters"),
     "--G": [1, 2, 4, 8, 32],
     "--r": ["16", "mixed"],
-    "--adapter": One(ADAPTERS, "bf16"),
+    "--adapter": One(DTYPES, "bf16"),
     "--ways": Some(WAYS),
     **RIVAL_PATH,
     "--loop-ms": (20.0, "of wall time, at least, in one measurement"),

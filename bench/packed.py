@@ -4,7 +4,6 @@ NF4 as bitsandbytes packs it: one layer beside its rivals, and all linears of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ class Packed:
         self.codes = FORMATS[base](i.W) if self.layer is None else from_bnb(self.layer.weight)
         norm = dora_norm(self.codes, i.A, i.B, s=S, backend="eager").detach()
         m = (norm * (1 + 0.0015 * torch.randn_like(norm))).to(i.m.dtype).requires_grad_()
-        self.i = replace(i, W=self.codes.dequantize(i.W.dtype), m=m, norm=norm)
+        self.i = i._replace(W=self.codes.dequantize(i.W.dtype), m=m, norm=norm)
 
     def way(self, name: str, rival_path: Sequence[Path], autocast: bool) -> Way:
         """fdora takes the codes, rivals what bitsandbytes packed, and whoever can do neither W as it is decoded."""
@@ -104,4 +103,4 @@ class Packed:
                 # It holds A's rows, padded to 512, by 2048 columns in registers: at r = 384 Triton took over 4 minutes.
                 raise NotImplementedError("its kernel of the norm does not compile in minutes above r = 128")
             W, state = self.layer.weight.data, self.layer.quant_state
-        return build(name, replace(self.i, W=W), rival_path, autocast, state)
+        return build(name, self.i._replace(W=W), rival_path, autocast, state)

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.clock import Failures, free, once
-from bench.decoder import DTYPES, adapters, context
+from bench.decoder import adapters, context
 from bench.model import ARCHITECTURES, Trained, network
 from bench.suite import Run, Some, Suite
+from bench.ways import DTYPES
 from tests.memory import held_bytes, peak_bytes
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b")
@@ -131,15 +132,14 @@ def attention_of(device: str, dtype: torch.dtype, config: Any) -> str:
 
 def rows_of(model: str, options, failures: Failures) -> list[dict]:
     torch.manual_seed(0)
-    facts = SimpleNamespace(model=model, tiny=options.tiny, sweep=None, device=options.device, dtype="bf16")
-    base = network(facts, options.layers)
+    base = network(SimpleNamespace(**vars(options), model=model, dtype="bf16"), options.layers)
     config = {name: value for name in SIZES.split() if (value := getattr(base.config, name, None)) is not None}
     first = {"model": model, "config": config, "attention": attention_of(options.device, torch.bfloat16, base.config)}
     rows = []
     for case, way, checkpointing in product(options.cases, options.ways, (False, True)):
         facts = {"way": way, "checkpointing": checkpointing, "r": options.r} | case._asdict()
 
-        def measure(_: str, case=case, way=way, checkpointing=checkpointing) -> dict:
+        def measure(_: str) -> dict:
             ids = torch.randint(base.config.vocab_size, (case.sequences, case.length), device=options.device)
             step = Step(way, base, options.r, case, checkpointing, ids)
             step()

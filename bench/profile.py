@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -67,7 +68,6 @@ def plans_named(device: str) -> Iterator[list[Step]]:
         yield []
         return
     steps = []
-    stock = walk._run, walk._walk
     inside = False
 
     def ranged(original: Any, plan: Any, *rest: Any) -> Any:
@@ -82,11 +82,8 @@ def plans_named(device: str) -> Iterator[list[Step]]:
         finally:
             inside = False
 
-    walk._run, walk._walk = (partial(ranged, each) for each in stock)
-    try:
+    with mock.patch.multiple(walk, _run=partial(ranged, walk._run), _walk=partial(ranged, walk._walk)):
         yield steps
-    finally:
-        walk._run, walk._walk = stock
 
 
 @contextmanager
@@ -122,26 +119,26 @@ def costed(kernels: Iterable[Ran], steps: Sequence[Step]) -> list[Ran]:
     return found
 
 
-def product_cost(shapes: Sequence[Sequence[int]], itemsize: int) -> tuple[float, float]:
-    """Flops and bytes of a (M, K) x (K, N) product, from the shapes of an operation's arguments."""
+def product_cost(shapes: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Flops and bytes of a (M, K) x (K, N) product in 16 bits, from the shapes of an operation's arguments."""
     matrices = [shape for shape in shapes if len(shape) == 2]
     if len(matrices) < 2:
         return 0.0, 0.0
     (M, K), (_, N) = matrices[-2:]
-    return 2.0 * M * K * N, float(itemsize * (M * K + K * N + M * N))
+    return 2.0 * M * K * N, float(2 * (M * K + K * N + M * N))
 
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 
 
-def all_of(seen: Any, itemsize: int, device: str) -> list[Ran]:
+def all_of(seen: Any, device: str) -> list[Ran]:
     """In order; a product of torch's with the cost of its shapes. Without a GPU operations, with their own time."""
     events, kernels = seen.events(), kernels_of(seen.events(), device)
     costs = defaultdict(deque)
     for event in events if device != "cpu" else ():
         if event.name in PRODUCTS and len(event.kernels) == 1:  # several: a split sum, of which no part is the whole
             kernel = event.kernels[0]
-            costs[kernel.name, kernel.duration].append(product_cost(event.input_shapes, itemsize))
+            costs[kernel.name, kernel.duration].append(product_cost(event.input_shapes))
     return [Ran(*each, "", *(costs[each].popleft() if costs.get(each) else ())) for each in kernels]
 
 
@@ -164,7 +161,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return shown([row | {"kernel": short(row["kernel"]), "share": row["us"] / total} for row in rows])
 
 
-def profile(fn: Any, options, blocks: dict[str, nn.Module], itemsize: int, rates: dict) -> list[dict[str, Any]]:
+def profile(fn: Any, options, blocks: dict[str, nn.Module], rates: dict) -> list[dict[str, Any]]:
     """One call of it, after two that nobody looks at; the trace is written."""
     from torch.profiler import ProfilerActivity
 
@@ -183,39 +180,45 @@ def profile(fn: Any, options, blocks: dict[str, nn.Module], itemsize: int, rates
     if options.capture:
         return []
     seen.export_chrome_trace(str(out / "trace.json"))
-    return grouped(costed(all_of(seen, itemsize, device), steps), rates)
+    return grouped(costed(all_of(seen, device), steps), rates)
 
 
-def layer(options) -> tuple[Any, dict[str, nn.Module], int]:
+Call = tuple[Callable[[], Any], dict[str, nn.Module]]  # and the blocks that it runs through
+
+
+def layer(options) -> Call:
     """dora_linear with its norm given, or computed inside (``--way inside``), or another way of bench.layer."""
     i = ways.Inputs.random(options.M, options.K, options.N, options.r, ways.BF16, options.device)
     way = ways.build("fdora_inside" if options.way == "inside" else options.way or "fdora", i)
-    return way.forward if options.mode == "inference" else way.both, {}, 2
+    return way.forward if options.mode == "inference" else way.both, {}
 
 
-def vit_model(options) -> tuple[Any, dict[str, nn.Module], int]:
+def options_of(suite: Suite, options, *tiny: str) -> Any:
+    """Of another suite, with the sizes that are given here; ``tiny`` without a GPU."""
+    sizes = [f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}"]
+    return suite.parse([*sizes, *(tiny if options.device == "cpu" else ())])
+
+
+def vit_model(options) -> Call:
     from bench import vit
 
-    given = ["--tiny", "--dtype=bf16"] if options.device == "cpu" else []
-    o = vit.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    o = options_of(vit.main, options, "--tiny", "--dtype=bf16")
     base = vit.vit(o.sizes, o.layers, o.device, o.dtype)
-    values = {f"blocks.{name}": parts for name, parts in vit.adapters(base.blocks, o.r, o.dtype).items()}
-    run = vit.Compared(options.way or "peft_fdora_fused", base, values)
+    run = vit.Compared(options.way or "peft_fdora_fused", base, vit.adapters(base, o.r, o.dtype, vit.LINEARS))
     batch = options.batch or (2 if options.device == "cpu" else vit.MODES[options.mode])
     blocks = {f"block {i}": block for i, block in enumerate(run.vit.blocks)}
-    return run.of(options.mode, vit.pixels(batch, o)), blocks, 2
+    return run.of(options.mode, vit.pixels(batch, o)), blocks
 
 
-def language_model(options) -> tuple[Any, dict[str, nn.Module], int]:
+def language_model(options) -> Call:
     from bench import model
 
-    given = ["--tiny", "--seq=32", "--loss-tokens=8"] if options.device == "cpu" else []
-    o = model.main.parse([f"--device={options.device}", f"--layers={options.layers}", f"--r={options.r}", *given])
+    o = options_of(model.main, options, "--tiny", "--seq=32", "--loss-tokens=8")
     base = model.network(o, o.layers)
-    values, inputs = model.adapters(base, o.r, model.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
+    values, inputs = model.adapters(base, o.r, ways.DTYPES[o.dtype]), model.inputs_for(base, o.seq)
     run = model.Trained(options.way or "peft_fdora", base, values, inputs, o.loss_tokens)
     blocks = {f"layer {i}": each for i, each in enumerate(run.model.get_base_model().get_decoder().layers)}
-    return run.of(options.mode), blocks, 2
+    return run.of(options.mode), blocks
 
 
 WHAT = {"layer": layer, "vit": vit_model, "model": language_model}
@@ -236,9 +239,9 @@ def measure(run: Run) -> None:
     options.json = options.json or options.out / "kernels.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fn, blocks, itemsize = WHAT[options.what](options)
+        fn, blocks = WHAT[options.what](options)
         rates = run.facts if options.device != "cpu" else {}
-        run.set(rows=profile(fn, options, blocks, itemsize, rates))
+        run.set(rows=profile(fn, options, blocks, rates))
     (options.out / "kernels.md").write_text(markdown(run.result["rows"]) + "\n")
 
 

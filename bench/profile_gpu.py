@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.clock import capture, medians, once, replay_ms, synchronize, wall_timer
-from bench.processes import run_in_processes
 from bench.save import save
 from bench.suite import Suite
+from bench.ways import away
 from fdora.functional import dora_init, dora_linear, dora_norm
 from fdora.functional.backend import RECORDED
 from fdora.jobs.plan.record import Kernel, empty, record
@@ -96,9 +94,8 @@ def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
     layers = []
     for rows, columns in ((N, K), (K, N)):
         W = make(rows, columns)
-        A, B, m = dora_init(W, r, dtype=torch.bfloat16)
-        B.normal_(std=0.01)
-        layers.append((W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), dora_norm(W, A, B, s=2.0)))
+        *params, c = away(W, r, torch.bfloat16)
+        layers.append((W, *(t.requires_grad_() for t in params), c))
 
     def layers_there_and_back() -> object:
         y = x
@@ -131,7 +128,7 @@ def rates(device: str, runs: int, small: int, warm: float) -> dict[str, float]:
     W, A, B, _, _ = layers[0]
     for name, dtype in (("norm16", torch.bfloat16), ("norm32", torch.float32)):
         a, b = A.detach().to(dtype), B.detach().to(dtype)
-        found[name] = 2 * N * K * r / seconds(lambda a=a, b=b: dora_norm(W, a, b, s=2.0))
+        found[name] = 2 * N * K * r / seconds(lambda: dora_norm(W, a, b, s=2.0))
     return found
 
 
@@ -150,8 +147,9 @@ def host(device: str, runs: int) -> dict[str, float]:
     return {name: t / 1e3 for name, t in medians({n: wall_timer(f, device) for n, f in fns.items()}, runs).items()}
 
 
-def links(rank: int, world: int, device: str, runs: int, numel: int, out: str) -> None:
-    """One process: bytes that a GPU receives per second."""
+def links(rank: int, options) -> dict[str, float]:
+    """Bytes that a GPU receives per second, of one process."""
+    device, world, numel = options.device, options.world, 2**27 // options.small**3
     where = f"cuda:{rank}" if device != "cpu" else "cpu"
     part = torch.ones(numel, device=where, dtype=torch.bfloat16)
     whole = torch.empty(numel * world, device=where, dtype=torch.bfloat16)
@@ -166,25 +164,16 @@ def links(rank: int, world: int, device: str, runs: int, numel: int, out: str) -
     for name, fn, moved in (("gather", lambda: dist.all_gather_into_tensor(whole, part), world - 1), ("send", send, 1)):
         fn()
         seconds = []
-        for _ in range(runs + 1):
+        for _ in range(options.runs + 1):
             synchronize(device)
             dist.barrier()
             seconds.append(wall_timer(fn, device, 0)() / 1e3)
-        found[name] = moved * part.nbytes / sorted(seconds[1:])[runs // 2]
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
-
-
-def linked(options) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        out, numel = f"{folder}/links.json", 2**27 // options.small**3
-        run_in_processes(options.world, options.device, links, options.world, options.device, options.runs, numel, out)
-        return json.loads(Path(out).read_text())
+        found[name] = moved * part.nbytes / sorted(seconds[1:])[options.runs // 2]
+    return found
 
 
 OPTIONS = {
     "--gpu": dict(required=True, help="its name in fdora.predict.GPUS"),
-    "--world": (1, "GPUs whose links are measured"),
     "--warm": (0.7, "seconds of the same work before it is timed"),
     "--small": (1, "divides the sizes, for a smoke test"),
 }
@@ -194,17 +183,19 @@ def measure(run):
     """What is written is data that fdora reads, not a measurement for a page."""
     options, path = run.options, run.options.json
     options.json = None
-    earlier = json.loads(path.read_text()) if path and path.exists() else {}
-    found = earlier.get("profile", {}) if earlier.get("gpu") == options.gpu else {}
     torch.manual_seed(0)
     if options.world > 1:
-        found |= linked(options)
+        new = links(run.rank, options)
     else:
-        found |= rates(options.device, options.runs, options.small, options.warm) | host(options.device, options.runs)
+        new = rates(options.device, options.runs, options.small, options.warm) | host(options.device, options.runs)
+    if run.rank:
+        return
+    earlier = json.loads(path.read_text()) if path and path.exists() else {}
+    found = earlier.get("profile", {}) if earlier.get("gpu") == options.gpu else {}
     memory = torch.cuda.get_device_properties(0).total_memory if options.device != "cpu" else 0
-    found = {name: float(f"{value:.4g}") for name, value in found.items()}
+    found = {name: float(f"{value:.4g}") for name, value in (found | new).items()}
     save(path, {"about": run.facts, "gpu": options.gpu, "memory": memory, "profile": found})
     print(json.dumps(found, indent=1))
 
 
-main = Suite(measure, OPTIONS, runs=9)
+main = Suite(measure, OPTIONS, runs=9, world=1)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def where(row: dict) -> str:
     """The case of a row."""
     case = {key: value for key, value in row.items() if key in CASE and key not in ("way", "form") and value != ""}
     return ", ".join(f"{key} {value}" for key, value in case.items())
+
+
+def grouped(rows: Iterable[dict], *keys: str) -> dict[Any, list[dict]]:
+    """Rows by what these keys say, in the order in which it comes first."""
+    found: dict[Any, list[dict]] = {}
+    for row in rows:
+        found.setdefault(itemgetter(*keys)(row), []).append(row)
+    return found
 
 
 def measured(rows: Sequence[dict]) -> Iterator[tuple[dict, dict[str, dict[str, float]]]]:

@@ -15,7 +15,7 @@ import importlib
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from bench import converge, model
 from bench.all import TABLE
 from bench.duels import losses
 from bench.figures import FIGURES, SWEPT, bars, converged, described, draw
-from bench.records import names, result, where
-from bench.suite import shown
+from bench.records import grouped, names, result, where
+from bench.suite import shown, summed
 from bench.table import table
 
 ROOT = Path(__file__).parent.parent
@@ -61,12 +61,20 @@ class Step(NamedTuple):
     gpu: str
 
 
+def rows_of(run: str, **wanted: object) -> list[dict]:
+    """Its rows that have these values; none of a run that is not there."""
+    return [row for row in (result(run)["rows"] if run in names() else ()) if wanted.items() <= row.items()]
+
+
+def by_way(rows: Iterable[dict]) -> dict[str, dict]:
+    return {row["way"]: row for row in rows}
+
+
 def step() -> Step:
     """From the first model of `STEP_FILES` that was measured in every way of `STEP`."""
     for machine, base in STEP_FILES:
-        files = [f"{machine}/model_{base}{part}" for part in ("", "_compiled")]
-        results = [result(name) for name in files if name in names()]
-        rows = {(x["way"], x["compiled"]): x for each in results for x in each["rows"] if STEP_8.items() <= x.items()}
+        found = chain(*(rows_of(f"{machine}/model_{base}{part}", **STEP_8) for part in ("", "_compiled")))
+        rows = {(row["way"], row["compiled"]): row for row in found}
         if all((way, compiled) in rows for _, _, way, compiled in STEP):
             found = {label: rows[way, compiled] for _, label, way, compiled in STEP}
             x = found["LoRA"]
@@ -103,14 +111,13 @@ HEADLINE, LONGER = "h200/trainer", "h200/steps_dropout"
 def readme_headline() -> str:
     """The recipe in a trainer; beside it the lengths of the same recipe at which it loses."""
     found = result(HEADLINE)
-    ways = {row["way"]: row for row in found["rows"]}
+    ways = by_way(found["rows"])
     share = lambda way, field="ms": f"{ways[way][field] / ways['peft_lora'][field]:.2f}"  # noqa: E731
     longer = {S: of for S, of in longer_rows().items() if of["use_fdora_fused"] > of["peft_lora"]}
-    shares = {
-        way: [f"{of[way] / of['peft_lora']:.2f}" for of in longer.values()]
+    exact, alone = (
+        [f"{of[way] / of['peft_lora']:.2f}" for of in longer.values()]
         for way in ("use_fdora_fused", "use_fdora_fused_lora_dropout")
-    }
-    exact, alone = shares.values()
+    )
     lost = (
         "It loses where sequences are so long that LoRA does not wait for the host: with "
         f"{listed([*map(str, longer)])} tokens a step takes {listed(exact)}. "
@@ -129,9 +136,8 @@ def readme_headline() -> str:
 def longer_rows() -> dict[int, dict[str, float]]:
     """ms of each way, by tokens of a micro-batch."""
     found: dict[int, dict[str, float]] = {}
-    for row in result(LONGER)["rows"]:
-        if (row["model"], row["mode"]) == ("8b", "checkpointing"):
-            found.setdefault(row["S"], {})[row["way"]] = row["ms"]
+    for row in rows_of(LONGER, model="8b", mode="checkpointing"):
+        found.setdefault(row["S"], {})[row["way"]] = row["ms"]
     return found
 
 
@@ -168,9 +174,7 @@ def eight_steps() -> dict[str, dict[str, dict]]:
     """The rows of each way, eager, of the models for which an H200 has all of them."""
     found = {}
     for name in MODELS:
-        run, wanted = f"h200/model_{name}", STEP_8 | {"compiled": False}
-        rows = result(run)["rows"] if run in names() else []
-        ways = {row["way"]: row for row in rows if wanted.items() <= row.items()}
+        ways = by_way(rows_of(f"h200/model_{name}", **STEP_8, compiled=False))
         if ways.keys() >= set(model.WAYS):
             found[name] = {way: ways[way] for way in model.WAYS}
     return found
@@ -200,13 +204,12 @@ SHARES = {"use_fdora_fused": "fdora", "use_fdora": "`fuse=False`", "peft_dora": 
 def compiled_rows(S: int, way: str) -> list[dict]:
     """In torch's default mode. Few tokens were measured again, in a file that lacks PEFT's DoRA."""
     again = S == 512 and way != "peft_dora"
-    rows = result(f"h200/steps_compiled{'_512' if again else ''}")["rows"]
-    return [row for row in rows if row["S"] == S and row["compiled"] == "default"]
+    return rows_of(f"h200/steps_compiled{'_512' if again else ''}", S=S, compiled="default")
 
 
 def readme_tokens() -> str:
     """Medians over all cells and modes of bench.steps."""
-    lines, eager = [], [row for row in result("h200/steps")["rows"] if not row["compiled"]]
+    lines, eager = [], rows_of("h200/steps", compiled="")
     for tokens in ((128, 512), (2048, 4096)):
         rows = [row for row in eager if row["S"] in tokens]
         lines.append([f"{tokens[0]} and {tokens[1]} tokens", *(middle(rows, way) for way in SHARES)])
@@ -230,7 +233,7 @@ def readme_sharded() -> str:
     lines = []
     for name in ("sharded_12", "sharded_r384"):
         found = result(f"h200/{name}")
-        ways = {x["way"]: x for x in found["rows"] if x["mode"] == "step"}
+        ways = by_way(rows_of(f"h200/{name}", mode="step"))
         lora, cells = ways["peft_lora"], []
         for way in ("peft_fdora_fused", "peft_fdora", "peft_dora"):
             of = [f"{ways[way][field] / lora[field]:.2f}" for field in ("ms", "peak_mb")] if way in ways else ["not measured"]
@@ -243,15 +246,15 @@ def readme_losses() -> str:
     """What is lost to LoRA, with the figures that are measured."""
     empty, warm = ({x["cache"]: x for x in result("h200/host")["first_call"]}[cache] for cache in ("empty", "warm"))
     first = [f"{x['first_call_ms'] / 1000:.1f} s" for x in (empty, warm)]
-    replayed = [row for row in result("h200/steps_compiled_replay")["rows"] if row["mode"] == "step"]
-    whole = [x for x in result("h200/steps_whole")["rows"] if x["compiled"] == "whole-reduce-overhead" and x["S"] == 400]
+    replayed = rows_of("h200/steps_compiled_replay", mode="step")
+    whole = rows_of("h200/steps_whole", compiled="whole-reduce-overhead", S=400)
     graphs, whole_graphs = (f"{max(over(rows, 'use_fdora_fused', 'ms')):.2f}" for rows in (replayed, whole))
-    sweep = [x for x in result("h200/model_qwen3-8b_sweep_S")["rows"] if x["mode"] == "gradient"]
-    short = [f"{over([x for x in sweep if x['seq'] == S], 'peft_fdora_fused', 'ms')[0]:.2f}" for S in (512, 1024)]
-    dropped = [row for row in result("h200/model_qwen3-8b_dropout")["rows"] if row["mode"] == "step_8"]
+    sweep = [rows_of("h200/model_qwen3-8b_sweep_S", mode="gradient", seq=S) for S in (512, 1024)]
+    short = [f"{over(rows, 'peft_fdora_fused', 'ms')[0]:.2f}" for rows in sweep]
+    dropped = rows_of("h200/model_qwen3-8b_dropout", mode="step_8")
     ways = ("peft_fdora_fused", "peft_dora", "peft_fdora_fused_lora_dropout")
     exact, peft, alone = (f"{over(dropped, way, 'ms')[0]:.2f}" for way in ways)
-    trained = {x["way"]: x for x in result(HEADLINE)["rows"]}
+    trained = by_way(rows_of(HEADLINE))
     before, begin, loras = (
         trained["peft_fdora_fused"]["warmup_s"],
         *(trained[w]["first_s"] for w in ("peft_fdora_fused", "peft_lora")),
@@ -350,21 +353,17 @@ def fastest(found: dict) -> str:
     return shown(rows)
 
 
-def summed(found: dict) -> str:
-    return shown(found["summary"])
-
-
 def one_layer() -> str:
     sizes = ("M", "K", "N", "r", "mode", "norm", "ms")
-    return shown([{key: row[key] for key in sizes} for row in result("h100/layer_quick")["rows"]])
+    return shown([{key: row[key] for key in sizes} for row in rows_of("h100/layer_quick")])
 
 
 def convergence() -> str:
     parts, target = [], converge.TARGET
     for (machine, settings), rows in converged().items():
         parts += [f"### {machine}", f"{settings}.", shown(rows)]
-        for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-            mine = [row["difference"] for row in rows if row["optimizer"] == optimizer]
+        for optimizer, same in grouped(rows, "optimizer").items():
+            mine = [row["difference"] for row in same]
             apart, fdora, peft = (
                 sum(each[pair]["mean"] for each in mine) / len(mine)
                 for pair in ("fdora, peft", "fdora, float32", "peft, float32")
@@ -485,7 +484,7 @@ EXACT = {"": "`fuse=False`", "fuse": "`fuse=True`"}
 def advice_rows() -> list[list[str]]:
     lines = []
     for setting, (run, wanted) in SETTINGS.items():
-        rows = {row["way"]: row for row in (result(run)["rows"] if run in names() else ()) if wanted.items() <= row.items()}
+        rows = by_way(rows_of(run, **wanted))
         if "peft_lora" not in rows:
             continue
         over = {way.removeprefix("peft_").replace("use_", ""): row["ms"] / rows["peft_lora"]["ms"] for way, row in rows.items()}

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +34,38 @@ CHUNK_BYTES = 2**28
 def peft_layer(W: Tensor | nn.Module, A: Tensor, B: Tensor, m: Tensor | None, s: float) -> tuple[nn.Module, dict[str, Tensor]]:
     """PEFT's layer around W, or a layer that holds it, with copies of these adapters (DoRA if m is given); its leaves by our
     names."""
-    from peft import LoraConfig, get_peft_model
-
     linear = W if isinstance(W, nn.Module) else nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta")
     if isinstance(W, Tensor):
         linear.weight = nn.Parameter(W, requires_grad=False)
-    r = A.shape[0]
-    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=0.0, use_dora=m is not None, target_modules=["0"])
+    layer = wrapped(nn.Sequential(linear), A.shape[0], s, ["0"], m is not None).base_model.model[0]
+    return layer, fill(layer, A, B, m)
+
+
+def wrapped(
+    model: nn.Module,
+    r: int,
+    s: float,
+    targets: Sequence[str] | str,
+    dora: bool,
+    dropout: float = 0.0,
+    task: str | None = None,
+    adapter: str = "default",
+) -> nn.Module:
+    """PEFT's model around this one, its adapters in the dtype of their layers."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=r, lora_alpha=s * r, lora_dropout=dropout, use_dora=dora, target_modules=targets, task_type=task)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = get_peft_model(nn.Sequential(linear), config).base_model.model[0]
-    return layer, fill(layer, A, B, m)
+        return get_peft_model(model, config, adapter, autocast_adapter_dtype=False)
+
+
+def around_the_same_weights(base: nn.Module) -> nn.Module:
+    """A copy of this model that shares its parameters, packed ones with the state that says how."""
+    states = (getattr(module, "quant_state", None) for module in base.modules())
+    shared = [*base.parameters(), *(state for state in states if state is not None)]
+    return copy.deepcopy(base, {id(each): each for each in shared})
 
 
 def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None, adapter: str = "default") -> dict[str, Tensor]:
@@ -56,11 +78,11 @@ def fill(layer: nn.Module, A: Tensor, B: Tensor, m: Tensor | None, adapter: str 
     return {name: modules[adapter].weight for name, (modules, _) in parts.items()}
 
 
-def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, prefix: str = "") -> dict[str, Tensor]:
+def fill_all(model: nn.Module, values: Mapping[str, tuple], dora: bool, adapter: str = "default") -> dict[str, Tensor]:
     """Fill every layer that ``values`` names with its A, B and (for DoRA) m; all leaves, called "A of NAME" and so on."""
     leaves = {}
     for name, (A, B, m) in values.items():
-        parts = fill(model.get_submodule(prefix + name), A, B, m if dora else None)
+        parts = fill(model.get_submodule(name), A, B, m if dora else None, adapter)
         leaves |= {f"{part} of {name}": p for part, p in parts.items()}
     return leaves
 
@@ -78,26 +100,15 @@ def adapted(
     they are LoRA's, and whether use_fdora follows: ``fused``, with norms on ``shards``, with ``lora_dropout``, which drops the
     adapter's input alone, in the place of PEFT's meaning; with ``fp8``, which does too, and rounds the weights of its copy; or
     one of `COMPOSED` has its layers computed so. A PEFT model for this ``task`` ("": for none), or layers changed in place."""
-    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-
     from fdora.integrations.peft import use_fdora
 
-    states = (getattr(module, "quant_state", None) for module in base.modules())
-    shared = [*base.parameters(), *(state for state in states if state is not None)]
-    model = copy.deepcopy(base, {id(each): each for each in shared})
     r, dora = next(iter(values.values()))[0].shape[0], way != "peft_lora"
-    targets = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(
-        r=r, lora_alpha=s * r, lora_dropout=dropout, use_dora=dora, target_modules=targets, task_type=task or None
-    )
     # On the model's device: PEFT draws each adapter before it moves it, and the host needs half a minute for 32B's at r = 384.
-    with warnings.catch_warnings(), next(base.parameters()).device:
-        warnings.simplefilter("ignore")
-        if task is None:
-            inject_adapter_in_model(config, model)
-        else:
-            model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    leaves = fill_all(model, values, dora, "" if task is None else "base_model.model.")
+    with next(base.parameters()).device:
+        model = wrapped(around_the_same_weights(base), r, s, targets, dora, dropout, task or None)
+    inside = model.base_model.model
+    leaves = fill_all(inside, values, dora)
+    model = inside if task is None else model
     if "fdora" in way:
         mode: dict[str, Any] = {"dropout_mode": "lora"} if "lora_dropout" in way or "fp8" in way else {}
         mode |= {"compute": "fp8", "grad_compute": "fp8", "transposed": "transposed" in way} if "fp8" in way else {}
@@ -136,12 +147,8 @@ def paper_code(folders: Sequence[Path]):
         def forward(self, *args, adapter_name=None, **kwargs):
             return super().forward(*args, **kwargs)
 
-    stock = variants.DoraLinearLayer
-    variants.DoraLinearLayer = Layer
-    try:
+    with mock.patch.object(variants, "DoraLinearLayer", Layer):
         yield
-    finally:
-        variants.DoraLinearLayer = stock
 
 
 def _load(name: str, path: Path):

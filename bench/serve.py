@@ -58,7 +58,7 @@ class Served(NamedTuple):
 
     @classmethod
     def random(cls, M: int, K: int, N: int, r: int, G: int, device: str) -> Served:
-        x, W, A, B, m, norm, *_ = (t.detach() for t in Bank.random(M, K, N, [r] * G, BF16, device)[:6])
+        x, W, A, B, m, norm = (t.detach() for t in Bank.random(M, K, N, [r] * G, BF16, device)[:6])
         return cls(x, W, A, S * B, m, norm, torch.zeros(M, dtype=torch.int64, device=device)).part(M, G)
 
     def part(self, M: int, G: int) -> Served:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from random import Random
 
 from bench import suite
@@ -37,8 +36,7 @@ def draw(seed: int, count: int) -> list[tuple[int, int, int, int]]:
 
 
 def copied(i: Inputs) -> Inputs:
-    each = {f.name: getattr(i, f.name) for f in fields(i)}
-    return Inputs(**{name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in each.items()})
+    return Inputs(*(t.detach().clone().requires_grad_(t.requires_grad) for t in i))
 
 
 def copies_of(i: Inputs) -> list[Inputs]:

@@ -25,22 +25,25 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import free, synchronize
-from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, apart, judge, left, nothing_dropped
+from bench.decoder import MOST_APART, adapted_as, adapters, by_part, judge, left, nothing_dropped, relative
 from bench.kernels import by_name, profiled
 from bench.model import ARCHITECTURES, WAYS, Trained, network
 from bench.processes import timed
 from bench.rivals import paths
 from bench.suite import One, Run, Some, Suite, stack
+from bench.ways import DTYPES
 from tests.memory import peak_bytes
 
 EVERY = (*WAYS, "peft_fdora_shards", "peft_fdora_fused_shards")
@@ -130,10 +133,7 @@ class Sharded(Trained):
 
     def gradients_of_all(self) -> dict[str, torch.Tensor]:
         """The average over the ranks, of all A, all B, all m; and the loss."""
-        with nothing_dropped(self.model):
-            loss = self.loss()
-            self.backward(loss)
-        found = results(self.leaves, loss, self.gradient)
+        found = averaged(self, self.gradient)
         if self.stage:
             self.update()  # the engine forgets its gradients in no other way
         else:
@@ -144,19 +144,16 @@ class Sharded(Trained):
 def truth(base, values, inputs, options) -> dict[str, torch.Tensor]:
     """PEFT's DoRA on whole weights, where it cannot be cut as the others are."""
     last = min(options.loss_tokens, options.seq)
-    run = Trained("peft_dora", copy.deepcopy(base), values, inputs, last, **adapted_as(options))
+    return averaged(Trained("peft_dora", copy.deepcopy(base), values, inputs, last, **adapted_as(options)), lambda p: p.grad)
+
+
+def averaged(run: Trained, gradient: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
     with nothing_dropped(run.model):
         loss = run.loss()
-        loss.backward()
-    return results(run.leaves, loss, lambda p: p.grad)
-
-
-def results(leaves, loss, gradient) -> dict[str, torch.Tensor]:
+        run.backward(loss)
     found = {"loss": loss.detach().clone()}
     dist.all_reduce(found["loss"])
-    for part in "ABm":
-        found[f"d{part}"] = torch.cat([gradient(p).flatten() for name, p in leaves.items() if name[0] == part])
-    return found
+    return found | by_part({name: gradient(p) for name, p in run.leaves.items()})
 
 
 class Collectives(TorchDispatchMode):
@@ -210,8 +207,7 @@ def measure(run: Run) -> None:
     if exact is None and "peft_dora" in ways:
         exact = ways["peft_dora"].gradients_of_all()
     for way in [way for way in ways if exact and "fdora" in way]:
-        mine = ways[way].gradients_of_all()
-        result["agreement"][way] = {name: apart(mine[name], exact[name])["relative"] for name in exact}
+        result["agreement"][way] = relative(ways[way].gradients_of_all(), exact)
     exact = None
     run.say("agreement", result["agreement"])
     for mode in options.modes:
@@ -230,21 +226,18 @@ def measure(run: Run) -> None:
 def rows_of(ways: dict[str, Sharded], mode: str, options, failures) -> list[dict]:
     device = options.device
     peaks = failures.attempt(ways, lambda way: peak_bytes(micro(ways[way], mode), device) / 2**20)
-    turns, issues = {way: [] for way in peaks}, {way: [] for way in peaks}
-    for turn in range(options.runs + 2):
-        for way in peaks:
-            ms, parts = timed(micro(ways[way], mode), device), ways[way].issue(device)
-            if turn > 1:
-                turns[way].append(ms)
-                issues[way].append(parts)
-    lora, rows = statistics.median(turns["peft_lora"]) if "peft_lora" in turns else None, []
-    for way in peaks:
-        ms = statistics.median(turns[way])
-        issue = {part: round(statistics.median(each[i] for each in issues[way]), 3) for i, part in enumerate(PARTS)}
-        row = {"way": way, "mode": mode, "dropout": options.dropout, "ms": round(ms, 3), "peak_mb": round(peaks[way], 1)}
-        row["issue_ms"] = issue
-        rows.append(row | {"least_ms": round(min(turns[way]), 3)} | ({"of_lora": round(ms / lora, 4)} if lora else {}))
-    return rows
+    turns, rows = {way: [] for way in peaks}, []
+    for _ in range(options.runs + 2):
+        for way, mine in turns.items():
+            mine.append((timed(micro(ways[way], mode), device), *ways[way].issue(device)))
+    for way, mine in turns.items():
+        columns = [*zip(*mine[2:], strict=True)]
+        ms, *issue = (round(statistics.median(column), 3) for column in columns)
+        row = {"way": way, "mode": mode, "dropout": options.dropout, "ms": ms, "peak_mb": round(peaks[way], 1)}
+        row |= {"issue_ms": dict(zip(PARTS, issue, strict=True)), "least_ms": round(min(columns[0]), 3)}
+        rows.append(row)
+    lora = next((row["ms"] for row in rows if row["way"] == "peft_lora"), None)
+    return [row | ({"of_lora": round(row["ms"] / lora, 4)} if lora else {}) for row in rows]
 
 
 def judged(run: Run) -> None:
@@ -267,7 +260,6 @@ OPTIONS = {
 
 
 def check(parser, options) -> None:
-    options.sweep = None
     if options.layout != "fsdp" and options.ways == list(EVERY):
         options.ways = ["peft_lora", "peft_fdora"]
     if options.layout in ZERO and (options.compiled or "step_4" in options.modes):

@@ -27,7 +27,6 @@ float32 adapters run under bf16 autocast. The JSON is written after every cell.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import statistics
 import time
@@ -44,7 +43,6 @@ from torch.utils.checkpoint import checkpoint
 from bench import decoder, rivals
 from bench.clock import Failures, anchor_graph, capture, free, medians, once, replay_ms
 from bench.decoder import (
-    DTYPES,
     LINEARS,
     MOST_APART,
     adapted_as,
@@ -59,7 +57,7 @@ from bench.decoder import (
 from bench.packed import nf4_linears
 from bench.rivals import paths
 from bench.suite import Run, Some, Suite, beside_lora, stack
-from bench.ways import S
+from bench.ways import DTYPES, S
 from tests.memory import peak_bytes
 
 WAYS = ("frozen", "peft_lora", "peft_dora", "use_fdora", "use_fdora_fused")
@@ -111,7 +109,7 @@ class Stack(nn.Module):
 def adapted(way: str, base: Stack, values: dict, dropout: float = 0.0) -> tuple[Stack, dict[str, Tensor]]:
     """A model of this way around the same weights, and its leaves."""
     if way == "frozen":
-        return copy.deepcopy(base, {id(each): each for each in base.parameters()}), {}
+        return rivals.around_the_same_weights(base), {}
     return rivals.adapted(way, base, values, LINEARS, S, dropout=dropout)
 
 
@@ -211,15 +209,12 @@ def wall(fns: Mapping[str, Callable[[], object]], device: str, most_ms: float, r
 
     Every turn begins with another way.
     """
-    names, turns = list(fns), []
-    while len(turns) < min(LEAST, runs) or (len(turns) < runs and total(turns) * (1 + 1 / len(turns)) < most_ms):
+    names, turns, spent = list(fns), [], 0.0
+    while len(turns) < min(LEAST, runs) or (len(turns) < runs and spent * (1 + 1 / len(turns)) < most_ms):
         first = len(turns) % len(names)
         turns.append({name: once(fns[name], device) for name in names[first:] + names[:first]})
+        spent += sum(turns[-1].values())
     return {name: statistics.median(turn[name] for turn in turns) for name in names}, len(turns)
-
-
-def total(turns: list[dict[str, float]]) -> float:
-    return sum(sum(turn.values()) for turn in turns)
 
 
 def behind_a_wait(fn: Callable[[], object], issue_ms: float) -> float:
@@ -397,4 +392,4 @@ def judged(run: Run) -> None:
     judge(apart, MOST_APART[run.options.dtype], run.failed, left(ran, run.options))
 
 
-main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=lambda found: beside_lora(found["rows"]), judge=judged)
+main = Suite(measure_all, OPTIONS, runs=9, seconds=math.inf, show=beside_lora, judge=judged)

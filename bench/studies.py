@@ -21,12 +21,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.compose import formula
 from bench.suite import One, Run, Suite
 from bench.truth import rel_l2
-from bench.ways import S
+from bench.ways import BF16, HALVES, S
 from fdora.functional import dora_compose, dora_delta, dora_norm
 
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SPREADS = (0.0, 1e-4, 3e-4, 1e-3, 1.5e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 STEPS = (25, 100, 400)
 QUANTILES = (0.05, 0.5, 0.95)
@@ -57,8 +57,7 @@ def near(run: Run) -> None:
         random = Generator().manual_seed(0)
         base, lora, g = (torch.randn(size, generator=random) for size in ((512, 4096), (512, 4096), 4096))
         base, lora, g = (t.to(run.options.device) for t in (base.to(half), (lora * 0.1 / S).to(half), 1 + spread * g))
-        exact_delta = (g.double() - 1) * base.double() + g.double() * S * lora.double()
-        exact = exact_delta, base.double() + exact_delta
+        exact = [formula(op, base, lora, g) for op in ("dora_delta", "dora_compose")]
         ways = forms(base, lora, g) | {"rounding": tuple(t.to(half) for t in exact)}
         errors = {way: [rel_l2(*pair) for pair in zip(found, exact, strict=True)] for way, found in ways.items()}
         delta, output = ({way: float(f"{each[i]:.3g}") for way, each in errors.items()} for i in range(2))
@@ -142,15 +141,14 @@ def thinned(seen: list[tuple[int, int]], points: int = POINTS) -> list[list[floa
 
 def timeline(run: Run) -> None:
     from bench.clock import free
-    from bench.decoder import DTYPES, adapters
+    from bench.decoder import adapters
     from bench.model import Trained, inputs_for, network
 
     options = run.options
     counters()
-    facts = SimpleNamespace(model=options.model, tiny=options.tiny, sweep=None, device=options.device, dtype="bf16")
     torch.manual_seed(0)
-    base = network(facts, options.layers)
-    values, inputs = adapters(base, options.r, DTYPES["bf16"]), inputs_for(base, options.seq)
+    base = network(SimpleNamespace(**vars(options), dtype="bf16"), options.layers)
+    values, inputs = adapters(base, options.r, BF16), inputs_for(base, options.seq)
     run.set("model", "layers", "seq", "r")
     for way in run.cases(WAYS):
         trained = Trained(way, base, values, inputs, options.seq)

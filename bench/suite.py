@@ -316,15 +316,19 @@ def parts(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [each for each in result.values() if records.is_rows(each)]
 
 
-def beside_lora(rows: list[dict[str, Any]]) -> str:
+def beside_lora(result: dict[str, Any]) -> str:
     """A line for each case: times and peaks by way, and as shares of LoRA's."""
     lines = []
-    for row, fields in records.measured(rows):
+    for row, fields in records.measured(result["rows"]):
         lines.append({"case": records.where(row)} | fields)
         for key in [key for key in fields if "peft_lora" in fields[key]]:
             lora, *others = {"peft_lora": None} | fields[key]
             lines[-1][f"{key} of LoRA's"] = {way: round(fields[key][way] / fields[key][lora], 3) for way in others}
     return shown(lines)
+
+
+def summed(result: dict[str, Any]) -> str:
+    return shown(result["summary"])
 
 
 def tables(result: dict[str, Any]) -> str:

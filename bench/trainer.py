@@ -40,10 +40,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bench import model, schedule
 from bench.clock import free, synchronize
-from bench.decoder import DTYPES, MOST_APART, adapted_as, adapters, judge, left
+from bench.decoder import MOST_APART, adapted_as, adapters, judge, left
 from bench.rivals import adapted, paths
 from bench.suite import One, Run, Suite, stack
-from bench.ways import S
+from bench.ways import DTYPES, S
 from fdora.integrations.peft import warmup
 
 WAYS = ("peft_lora", "peft_dora", "peft_fdora_fused", "peft_fdora_fused_lora_dropout")
@@ -220,7 +220,6 @@ OPTIONS = {
 
 
 def check(parser, options):
-    options.sweep = None  # of bench.model
     if options.steps <= BEGIN:
         parser.error(f"--steps must be above {BEGIN}, which are left out")
 

@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ def linear(shape: Shape, device: str, both: bool = False, codes: bool = False, b
     layers = [i, *(copied(i) for _ in sets_of(i.W.numel(), device)[1:])]
 
     def one(each: Inputs) -> Callable[[], Any]:
-        coded = replace(each, W=quantize(each.W, "nf4", nested=True)) if codes else each
+        coded = each._replace(W=quantize(each.W, "nf4", nested=True)) if codes else each
         way = ways.bare(each) if bare else ways.fdora(coded, each.norm, False)
         return (way.both if bare else lambda: way.both()["dx"]) if both else way.forward
 

@@ -15,7 +15,6 @@ torch.profiler names and times the kernels of a layer, by name.
 
 from __future__ import annotations
 
-import copy
 import math
 from itertools import product
 
@@ -23,15 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from bench.clock import free
-from bench.decoder import adapters, apart, compile_each, judge, wall_and_peak
+from bench.decoder import adapters, compile_each, in_float32, judge, relative, wall_and_peak
 from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, tables
 from bench.vit_model import GIANT, LINEARS, TINY, Vit, fold_scale, vit
-from bench.ways import S
+from bench.ways import HALVES, S
 
 WAYS = ("plain", "plain_folded", "peft_lora", "peft_dora", "peft_fdora", "peft_fdora_fused")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {"inference": 256, "gradient": 64}  # images of a batch
 GOAL = 1.12  # compiled DoRA over the compiled plain model
 MOST_APART = 0.05  # relative L2 against float32
@@ -83,23 +81,16 @@ def agreement(options) -> dict[str, dict[str, float]]:
     """Outputs and gradients of two layers, against PEFT's DoRA in float32."""
     torch.manual_seed(1)
     base = vit(options.sizes, 2, options.device, options.dtype)
-    values = adapters(base.blocks, options.r, options.dtype)
+    values = adapters(base, options.r, options.dtype, LINEARS)
     images = pixels(2 if options.device == "cpu" else MODES["gradient"], options)  # kernels that will be timed
-    values = {f"blocks.{name}": parts for name, parts in values.items()}
 
     def results(way: str, base: Vit, values: dict, images: Tensor) -> dict[str, Tensor]:
         run = Compared(way, base, values)
         y, gradients = run.of("inference", images)(), run.of("gradient", images)()
         return {"output": y, "gradients": torch.cat([t.flatten() for t in gradients])}
 
-    exact = {name: tuple(t.float() for t in parts) for name, parts in values.items()}
-    truth = results("peft_dora", copy.deepcopy(base).float(), exact, images.float())
-    found = {}
-    for way in options.ways:
-        if "dora" in way:
-            got = results(way, base, values, images)
-            found[way] = {part: apart(t, truth[part])["relative"] for part, t in got.items()}
-    return found
+    truth = results("peft_dora", *in_float32(base, values), images.float())
+    return {way: relative(results(way, base, values, images), truth) for way in options.ways if "dora" in way}
 
 
 def rows_of(run: Run, models: dict[str, Compared], mode: str, compiled: bool, kernels: dict[str, list[Kernel]]) -> None:
@@ -142,7 +133,7 @@ OPTIONS = {
     "--layers": (8, "the model has 40, all alike"),
     "--batch": (int, "256 for inference and 64 for the gradient, if not given"),
     "--r": 16,
-    "--dtype": One(DTYPES, "fp16"),
+    "--dtype": One(HALVES, "fp16"),
     "--ways": Some(WAYS),
     "--modes": Some(MODES),
     **COMPILED,
@@ -151,7 +142,7 @@ OPTIONS = {
 
 
 def check(parser, options):
-    options.dtype, options.sizes = DTYPES[options.dtype], TINY if options.tiny else GIANT
+    options.dtype, options.sizes = HALVES[options.dtype], TINY if options.tiny else GIANT
 
 
 def measure(run: Run) -> None:
@@ -162,7 +153,7 @@ def measure(run: Run) -> None:
     print(run.result["agreement"], flush=True)
     torch.manual_seed(0)
     base = vit(options.sizes, options.layers, options.device, options.dtype)
-    values = {f"blocks.{name}": parts for name, parts in adapters(base.blocks, options.r, options.dtype).items()}
+    values = adapters(base, options.r, options.dtype, LINEARS)
     models = {way: Compared(way, base, values) for way in options.ways}
     kernels = {}
     for mode, compiled in product(options.modes, compilations(options)):

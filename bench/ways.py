@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,9 @@ from fdora.functional import dora_linear, dora_norm
 from tests.memory import peak_bytes
 
 S = 2.0
+Given = TypeVar("Given", bound=Any)
 BF16 = torch.bfloat16
-ADAPTERS = {"bf16": BF16, "fp32": torch.float32}
+DTYPES, HALVES = {"bf16": BF16, "fp32": torch.float32}, {"bf16": BF16, "fp16": torch.float16}
 LORA = ("peft_lora", "peft_lora_compiled", "addmm_lora", "axolotl_lora", "unsloth_lora", "lorafusion")
 DORA = ("peft_dora", "peft_dora_compiled", "peft_dora_cached", "dense_compiled", "factored", "dorafactors", "axolotl_dora")
 RIVALS = LORA + DORA
@@ -110,8 +111,7 @@ def dense_inputs(M: int, K: int, N: int, generator: torch.Generator) -> list[Ten
     return [x, W.mul_(K**-0.5), dy]
 
 
-@dataclass
-class Inputs:
+class Inputs(NamedTuple):
     """bf16 x, W and dy; A, B and m in the adapters' dtype, away from their start."""
 
     x: Tensor
@@ -128,6 +128,11 @@ class Inputs:
         x, W, dy = dense_inputs(M, K, N, generator)
         A, B, m, norm = away(W, r, adapter, generator)
         return cls(x.requires_grad_(), W, A.requires_grad_(), B.requires_grad_(), m.requires_grad_(), norm, dy)
+
+
+def fresh(given: Given, names: Iterable[str]) -> Given:
+    """The same memory, under leaves of their own that have these names."""
+    return given._replace(**{name: getattr(given, name).detach().requires_grad_() for name in names})
 
 
 @dataclass
@@ -169,17 +174,25 @@ def trained(layer: Callable[[Tensor], Tensor], i: Inputs, leaves: dict[str, Tens
 
 
 Truths = Callable[[str], dict[str, Tensor]]
+LEAVES = {"dora": "xABm", "full": "xABm", "lora": "xAB", "frozen": "x"}  # by formula
 
 
 def truths(i: Inputs, W: Tensor) -> Truths:
     """What a way must give by its formula: dora, full (through its norm, too), lora or frozen. W may be what codes say."""
 
+    def call(kind: str, t: dict[str, Tensor]) -> Tensor:
+        rest = {"A": i.A.detach(), "B": i.B.detach(), "m": None}
+        return exact(W=W, s=0.0 if kind == "frozen" else S, detach=kind != "full", **(rest | t))
+
+    return by_formula(call, {name: getattr(i, name) for name in "xABm"}, i.dy)
+
+
+def by_formula(call: Callable[[str, dict[str, Tensor]], Outputs], leaves: dict[str, Tensor], dy: Outputs) -> Truths:
+    """Outputs and gradients of each formula, which has these leaves or, by the first letters of their names, some of them."""
+
     @cache
     def of(kind: str) -> dict[str, Tensor]:
-        leaves = {name: getattr(i, name) for name in {"dora": "xABm", "full": "xABm", "lora": "xAB", "frozen": "x"}[kind]}
-        s = 0.0 if kind == "frozen" else S
-        rest = {"A": i.A.detach(), "B": i.B.detach(), "m": None}
-        return gradients(lambda t: exact(W=W, s=s, detach=kind != "full", **(rest | t)), leaves, i.dy)
+        return gradients(partial(call, kind), {name: t for name, t in leaves.items() if name[0] in LEAVES[kind]}, dy)
 
     return of
 
@@ -349,38 +362,33 @@ def build(name: str, i: Inputs, rival_path: Sequence[Path] = (), autocast: bool 
     """The way of this name; raises where it cannot run here. ``autocast`` puts PEFT's layers under bf16 autocast. ``state``:
     how bitsandbytes decodes W, for rivals that take one that is packed."""
     context = partial(torch.autocast, i.x.device.type, BF16) if autocast else nullcontext
-    adapters = (i.A, i.B, i.m)
-    lora = {"A": i.A, "B": i.B}
-    if name == "frozen":
-        return trained(lambda x: F.linear(x, i.W), i, {}, "frozen")
     if name == "bare":
         return bare(i)
     if name.startswith("fdora"):
         return fdora(i, None if "inside" in name else i.norm, name.endswith("compiled"), detach="full" not in name)
-    if name == "factored":
-        return trained(lambda x: factored(x, i.W, *adapters, S), i, {**lora, "m": i.m}, "dora")
-    if name == "dense_compiled":
-        call = torch.compile(dense, fullgraph=True, dynamic=False)
-        return trained(lambda x: call(x, i.W, *adapters), i, {**lora, "m": i.m}, "dora")
-    if name == "addmm_lora":
-        return trained(lambda x: addmm_lora(x, i.W, i.A, i.B), i, lora, "lora")
-    if name.startswith("axolotl_dora"):
-        m = i.m.detach().clone().requires_grad_()  # it keeps the norm, each way its own
-        layer = axolotl_linear(rival_path, i.W, i.A, i.B, m, S, keep="inside" not in name, state=state)
-        return trained(layer, i, {**lora, "m": m}, "dora")
-    if name == "axolotl_lora":
-        return trained(axolotl_linear(rival_path, i.W, i.A, i.B, None, S, state=state), i, lora, "lora")
-    if name == "unsloth_lora":
-        return trained(unsloth_linear(rival_path, i.W, i.A, i.B, S, state), i, lora, "lora")
-    if name == "lorafusion":
-        return trained(lorafusion_linear(rival_path, i.W, i.A, i.B, S), i, lora, "lora")
     if name == "peft_dora_cached":
         return peft_dora_cached(i, context)
-    truth = "lora" if name.startswith("peft_lora") else "dora"
-    if name == "dorafactors":
-        layer, leaves = paper_layer(rival_path, i.W, *adapters, S)
+    truth = "frozen" if name == "frozen" else "lora" if name in LORA else "dora"
+    leaves = {n: getattr(i, n) for n in LEAVES[truth] if n != "x"}
+    if name.startswith(("peft", "dorafactors")):
+        make = partial(paper_layer, rival_path) if name == "dorafactors" else peft_layer
+        layer, leaves = make(i.W, i.A, i.B, leaves.get("m"), S)
+        return trained(torch.compile(layer, dynamic=False) if name.endswith("compiled") else layer, i, leaves, truth, context)
+    if name.startswith("axolotl_dora"):
+        leaves["m"] = i.m.detach().clone().requires_grad_()  # it keeps the norm there, each way its own
+    return trained(linear_of(name, (i.W, *leaves.values()), rival_path, state), i, leaves, truth)
+
+
+def linear_of(name: str, given: Sequence[Tensor], rival_path: Sequence[Path], state: Any) -> Callable[[Tensor], Tensor]:
+    """A layer without a module, of this W and these adapters."""
+    if name.startswith("axolotl"):
+        return axolotl_linear(rival_path, *given, s=S, keep="inside" not in name, state=state)
+    if name == "unsloth_lora":
+        return unsloth_linear(rival_path, *given, S, state)
+    if name == "lorafusion":
+        return lorafusion_linear(rival_path, *given, S)
+    if name == "dense_compiled":
+        call = torch.compile(dense, fullgraph=True, dynamic=False)
     else:
-        layer, leaves = peft_layer(i.W, i.A, i.B, i.m if truth == "dora" else None, S)
-    if name.endswith("compiled"):
-        layer = torch.compile(layer, dynamic=False)
-    return trained(layer, i, leaves, truth, context)
+        call = {"frozen": F.linear, "addmm_lora": addmm_lora, "factored": lambda *each: factored(*each, S)}[name]
+    return lambda x: call(x, *given)

@@ -41,12 +41,12 @@ def test_it_sees_a_wrong_result(tmp_path, monkeypatch):
 
 def test_a_step_is_one_of_adamw():
     options = diffusion.main.parse(["--tiny", "--models", "sdxl", "--r", "4", "--ways", "peft_fdora"])
-    bench = diffusion.Bench(Run(options, []))
     case = diffusion.Case("sdxl", "bf16", "fp32", 4, 2, "yes")
-    bench.build(case)
-    way = bench.ways["peft_fdora"]
-    way.feed(*bench.inputs(case), True)
+    base = diffusion.network("sdxl", tiny=True).to(torch.bfloat16)
+    ways, values = diffusion.ways_of(Run(options, []), base, case)
+    way = ways["peft_fdora"]
+    way.feed(*diffusion.inputs(base, case, True), True)
     before = {name: p.detach().clone() for name, p in way.leaves.items()}
     way.step()
     moved = {name: (p - before[name]).abs().max().item() for name, p in way.leaves.items()}
-    assert len(moved) == 3 * len(bench.values) and all(0.5e-5 < most < 2e-5 for most in moved.values())
+    assert len(moved) == 3 * len(values) and all(0.5e-5 < most < 2e-5 for most in moved.values())
