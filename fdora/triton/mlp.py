@@ -121,10 +121,10 @@ def _results(
     F, N = layers[0].W.shape[0], layers[2].W.shape[0]
     pre = [saves_pre_scale(t, M, la, mode, save) for la, save in zip(layers, saves, strict=True)]
     ranks = [0 if la.A is None else la.A.shape[0] for la in layers]
-    outputs = [_keeps_output(has, mode) and F for has in pre[:2]]
-    before = [has and width for has, width in zip(pre, (F, F, N), strict=True)]
-    widths = (ranks[0] + ranks[1], ranks[2], *outputs, *before)
-    inner = {name: ((M, width), t) if width else None for name, width in zip(INNER, widths, strict=True)}
+    outputs = [F if _keeps_output(has, mode) else None for has in pre[:2]]
+    before = [width if has else None for has, width in zip(pre, (F, F, N), strict=True)]
+    widths = (ranks[0] + ranks[1] or None, ranks[2] or None, *outputs, *before)
+    inner = {name: None if width is None else ((M, width), t) for name, width in zip(INNER, widths, strict=True)}
     return {"y": ((*x.shape[:-1], N), t), **inner, **norm_forms(layers)}
 
 

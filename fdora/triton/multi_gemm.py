@@ -42,6 +42,7 @@ APART = 1024  # tokens: cuBLAS and a pass out of the cache take less than tiles 
 UNDRAWN: dict[str, Any] = {"seed": None, "threshold": 0, "APART": False}
 MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
+FEW_BYTES = 96 << 10  # of shared memory, of the 99 KiB that an sm_86 or an sm_120 gives a program
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
 EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
 
@@ -216,6 +217,9 @@ def low_rank_input(
     config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
     if dropout == "mask" and config.BLOCK_M == 64:  # as many rows make a product that reads registers (private.NOT_AHEAD)
         config = HConfig(32, config.BLOCK_R, min(128, config.BLOCK_K), 4, 4)
+    if half and f.itemsize == 4 and not 90 <= plan.device.capability < 120:  # sm_86 and sm_120 have room for fewer such tiles
+        room = FEW_BYTES // ((2 * config.BLOCK_M + 4 * config.BLOCK_R) * config.BLOCK_K)
+        config = config._replace(num_stages=min(config.num_stages, 1 + room))
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
     given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
     given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}

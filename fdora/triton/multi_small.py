@@ -68,8 +68,10 @@ def multi_small(plan: Builder, x: Array, bank: Any, y: Array, h: Array, pre_scal
 def _low(plan: Builder, x: Array, bank: Any, low: Low, room: RoomConfig) -> None:
     """One launch. Each program forms all of h of its token: no more of them than have room."""
     (M, K), (G, R, _), N = x.shape, bank.A.shape, low.lora.shape[1]
-    r = power_of_two(R)
-    block_k, block_n = (min(max(16, room.AREA // r), power_of_two(size)) for size in (K, N))
+    r, area = power_of_two(R), room.AREA
+    if not 90 <= plan.device.capability < 120 and max(bank.A.itemsize, bank.B.itemsize) > x.itemsize:
+        area //= 2  # an sm_86 and an sm_120 have no room for as much float32
+    block_k, block_n = (min(max(16, area // r), power_of_two(size)) for size in (K, N))
     columns = min(cdiv(N, block_n), max(1, room.PROGRAMS * max(1, plan.device.num_sms) // M))
     given = {"x": x, "f": bank.A, "b": bank.B, "M": M, "G": G, "K": K, "N": N, "R": R, **strides_of(bank)}
     given |= {"BLOCK_R": r, "BLOCK_K": block_k, "BLOCK_N": block_n, "BLOCK_G": block_of(G), "PDL": plan.pdl}

@@ -58,6 +58,20 @@ def test_tiles(target, shape, tmp_path):
     assert_builds(made, target, tmp_path, "bank") if target >= 90 else None
 
 
+@pytest.mark.parametrize("target", [*GPUS, 120])
+def test_float32_factors_of_many_ranks(target, tmp_path):
+    """Beside half precision, in the deepest pipelines and with masks: an sm_86 and an sm_120 have room for fewer tiles."""
+    for M, K, beside in ((1100, 4096, {}), (1100, 4096, {"experts": True}), (16384, 14336, {"seed": "apart"})):
+        assert_builds(plans(target, M, 4096, K, 128, 4, adapter=FP32, **beside), target, tmp_path, "multi_h")
+
+
+@pytest.mark.parametrize("target", [*GPUS, 120])
+@pytest.mark.parametrize("r", [1, 16, 32, 64])
+def test_float32_factors_of_few_tokens(target, r, tmp_path):
+    made = [next(plans(target, 32, 4096, 4096, r, 4, adapter=FP32))]
+    assert_builds(made, target, tmp_path, "multi", {"multi_expand_kernel": 8})
+
+
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 def test_gate_and_up_in_one_pass(target, act, tmp_path):

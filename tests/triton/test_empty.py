@@ -35,6 +35,25 @@ def test_a_linear_and_a_bank(backend, N, K):
         assert y.shape == (TOKENS, N) and not y.any()
 
 
+@pytest.mark.parametrize(("N", "K", "width"), [(16, 16, 0), (0, 16, 16), (16, 0, 16), (0, 0, 0)])
+@pytest.mark.parametrize("drop", [{}, {"dropout_p": 0.5, "dropout_mode": "peft", "seed": [1, 2, 3]}], ids=["", "peft"])
+def test_a_gated_mlp(backend, N, K, width, drop):
+    shapes = {"gate": (width, K), "up": (width, K), "down": (N, width)}
+    trained = {
+        f"{n}_{of}": shape for of, (o, i) in shapes.items() for n, shape in zip("ABm", ((R, i), (o, R), (o,)), strict=True)
+    }
+
+    def mlp(x, backend, **t):
+        layers = [
+            F.DoraLayer(torch.randn(o, i, device=device.NAME), *(t[f"{n}_{of}"] for n in "ABm"), 0.5)
+            for of, (o, i) in shapes.items()
+        ]
+        return F.dora_mlp(x, *layers, backend=backend, **drop)
+
+    y = backward(mlp, backend, {"x": (TOKENS, K), **trained})
+    assert y.shape == (TOKENS, N) and not y.any()
+
+
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4", "int8", "fp8"])
 @pytest.mark.parametrize(("N", "K"), [(64, 0), (0, 64)])
 def test_codes(backend, kind, N, K):
