@@ -221,14 +221,10 @@ def with_own_norms(x: Tensor, cast: Tensor, calls: list[Call], act: str) -> tupl
 
 def keep_route(layer: Any, call: Call) -> None:
     """For the calls that follow this one, which had nothing left to check."""
-    variant, name = call.variant, layer._active_adapter
+    variant, (name, *others) = call.variant, layer.active_adapters
     variant.route = None
-    if variant.tail is not None or type(call.s) is not float or call.dtype is not None:  # who has a tail may be told more
-        return
-    if type(name) is list:
-        if len(name) > 1:  # of other layers
-            return
-        (name,) = name
+    if others or variant.tail is not None or type(call.s) is not float or call.dtype is not None:
+        return  # other names may be other layers', and who has a tail may be told more
     if not {int, float}.issuperset(map(type, layer.scaling.values())):  # compared by ==, which tensors do not answer
         return
     looked_at = ("_disable_adapters", "merged_adapters", "fan_in_fan_out", "training")
