@@ -275,9 +275,9 @@ OPS = {
     ),
     "bank_low": facade(
         "multi_gemm.h_config",
-        BANKS,
-        (HConfig, "64 64 64 4 4|6; 64 64 128|256 8 3; 64 32 128 4 4; 128 64 64,8,8|128,8,4; 128 128 64 8 6"),
-        mixed,
+        [(M, K, N) for M in (2048, 8192) for _, K, N in BANKS],
+        (HConfig, "64 64 64 4 6 1|2|3|4|6; 64 64 128 4 4 1|3|6; 64 64 128|256 8 3 1"),
+        partial(bank, ranks=[8, 16, 32, 64], both=True),
     ),
     "bank_look": facade("multi_rows.look_config", BANKS, (LookConfig, "8192|4096 32|64 1; 8192 32|64 3; 4096 64 4"), mixed),
     "bank_grad": facade(

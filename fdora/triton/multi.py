@@ -178,7 +178,7 @@ def plan_forward(
         plan.path = f"x A^T of all adapters, then the product; {how}; few ranks in all"
         return None
     if mode == "peft":
-        plan.path = dropped_forward(plan, x, bank, (y, h, pre_scale))
+        plan.path = dropped_forward(plan, x, bank, ranks, (y, h, pre_scale))
         return
     plan.path = _by_segments(plan, x, bank, codes, (y, h, pre_scale), ranks)
 
@@ -200,7 +200,7 @@ def _by_segments(plan: Builder, x: Array, bank: Any, codes: GemmConfig | None, o
     left, drawn = x, bank  # of h
     if bank.seed is not None and wants_copy(R):
         left, drawn = drop(plan, x, bank, routes(plan, bank, M, behind(R))), bank._replace(order=None, seed=None)
-    pad = low_rank_input(plan, left, bank.A, False, drawn, shape, h, beside, "mask" if drawn.seed is not None else "")
+    pad = low_rank_input(plan, left, bank.A, False, drawn, shape, h, ranks, beside, "mask" if drawn.seed is not None else "")
     laid = lay(plan, right, shape, t, ranks or None, bank.ranks, beside)
     found = routes(plan, bank._replace(seed=None), M, shape, laid, y, pre_scale)
     multi_gemm(plan, x, h, pad, right, laid, bank, found, shape, Wanted(y, pre_scale, bank.bias), product)

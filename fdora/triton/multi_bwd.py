@@ -143,7 +143,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
         product = partial(dz_of_codes, plan, dz=dz, W=W, config=codes)
     if out.dx is not None or out.dA is not None:
         dh = plan.temp((M, R), t)
-        pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh, False, "" if bank.seed is None else "gain")
+        pad = low_rank_input(plan, dz, bank.B, True, bank, shape, dh, numbers, False, "" if bank.seed is None else "gain")
         if out.dx is not None:
             plain = found._replace(g=None)
             if change is not None:

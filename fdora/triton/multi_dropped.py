@@ -36,14 +36,14 @@ def kind_of(tile: GemmConfig | None) -> str:
     return "product" if tile is None else "codes"
 
 
-def dropped_forward(plan: Builder, x: Array, bank: Any, out: tuple[Array, Array, Array | None]) -> str:
+def dropped_forward(plan: Builder, x: Array, bank: Any, ranks: tuple[int, ...], out: tuple[Array, Array, Array | None]) -> str:
     """y, in the order of x; h and v, sorted. Returns what it does, in words."""
     (y, h, pre_scale), t, order = out, x.dtype, bank.order
     W, to = operand(plan, in_dtype(plan, bank.W, t)), y if order is None else plan.temp(y.shape, t)
     x, bank, shape = sort(plan, x, order), bank._replace(order=None), behind(h.shape[1])
     found = routes(plan, bank, x.shape[0], shape)
     xd, other = drop(plan, x, bank, found), plan.temp(y.shape, t)
-    low_rank_input(plan, xd, bank.A, False, bank, shape, h)
+    low_rank_input(plan, xd, bank.A, False, bank, shape, h, ranks)
     tile = tile_of_bank(plan, x, W, W.shape[0], bank)
     if tile is None:
         plan.product(other, xd, W.T)

@@ -13,7 +13,7 @@ at its first row, and reads the matrix of that segment. Rows behind the last seg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from fdora.triton.dropout import threshold
 from fdora.triton.fp8 import Grouped
 from fdora.triton.gemm import tiled
-from fdora.triton.kernels.multi import multi_h_kernel, multi_routes_kernel
+from fdora.triton.kernels.multi import PARTS, multi_h_kernel, multi_h_sum_kernel, multi_routes_kernel
 from fdora.triton.kernels.multi_gemm import (
     multi_codes_kernel,
     multi_epilogue_kernel,
@@ -42,6 +42,7 @@ APART = 1024  # tokens: cuBLAS and a pass out of the cache take less than tiles 
 UNDRAWN: dict[str, Any] = {"seed": None, "threshold": 0, "APART": False}
 MOST_AT = 2**31 - 1  # TMA counts rows in int32
 TAIL_M = 64  # rows that a program fills with zeros
+SUM_M = 16  # rows that a program adds the parts of
 FEW_BYTES = 96 << 10  # of shared memory, of the 99 KiB that an sm_86 or an sm_120 gives a program
 # Of experts in float32: digits of float32, whatever matmul precision torch is set to.
 EXPERTS_F32 = GemmConfig(False, 64, 64, 32, 8, False, False, 4, 2)
@@ -60,23 +61,28 @@ class HConfig(NamedTuple):
     BLOCK_K: int
     num_warps: int
     num_stages: int
+    SPLIT: int = 1  # programs that share K; a pass behind them adds what they have
 
 
-def h_config(M: int, K: int, R: int, G: int, half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
-    """From h200/multi_low.json. What counts are bytes under way, and rows of x that are read in long pieces: 256 columns of 64
-    rows, three times, where there are few programs. Many adapters of a high rank have 267 at ranks 8 to 256 of 32: with room
-    for two to a multiprocessor the last begin when all others end, which costs where K is small; ``beside`` another kernel
-    that has the better of it. Experts were not timed."""
-    programs = 4 * (cdiv(M, 64) + G) * cdiv(R, 32)
-    if half and 90 <= device.capability < 120 and programs <= 2 * device.num_sms and not experts:
-        return HConfig(16, min(32, power_of_two(R)), 512, 4, 3)
-    if R <= 32:
-        return HConfig(32, power_of_two(R), *((128, 4, 4) if half else (32, 4, 2)))
+def h_config(M: int, K: int, ranks: Sequence[int], half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
+    """Of the rank of each adapter. What counts are bytes under way on all multiprocessors: programs that are fewer share K.
+    us on an H200, with the pass behind them (`python -m bench tune bank_low`): 2048 tokens of ranks 8 to 64, K = 4096 and
+    14336, 12 and 26 where programs with all of K take 19 and 55; at 8192 tokens these are the faster. Wider steps pay where
+    there is one program for each multiprocessor, or many ``beside`` another kernel. Experts were not timed."""
+    R, block_m = max(ranks), 32 if half and max(ranks) <= 32 else 64
+    block_r = power_of_two(R) if R <= 32 else 64
+    programs = (cdiv(M, block_m) + len(ranks)) * sum(cdiv(r, block_r) for r in ranks) // len(ranks)
     if not half:
-        return HConfig(64, 64, 32, 4, 2)
-    if (cdiv(M, 64) + G) * cdiv(R, 64) > 2 * device.num_sms:
-        return HConfig(64, 64, 128, 8, 3) if (beside or K > 8192) and not experts else HConfig(64, 64, 64, 4, 4)
-    return HConfig(64, 64, 256, 8, 3) if device.capability == 90 and not experts else HConfig(64, 64, 64, 4, 6)
+        return HConfig(32, block_r, 32, 4, 2) if R <= 32 else HConfig(64, 64, 32, 4, 2)
+    room = int(device.num_sms * (3.5 if R <= 32 else 1.9))  # programs that are there at once, less than two turns of them
+    split = 1 if experts else max(1, min(PARTS.value, K // 1024, room // programs))
+    if R <= 32:
+        return HConfig(32, block_r, 128, 4, 4, split)
+    if split == 1 and not experts and programs <= device.num_sms:
+        return HConfig(64, 64, 128, 4, 4)
+    if beside and 2 * programs > 3 * device.num_sms:
+        return HConfig(64, 64, 128, 8, 3)
+    return HConfig(64, 64, 64, 4, 4 if programs > 2 * device.num_sms else 6, split)
 
 
 class Shape(NamedTuple):
@@ -196,12 +202,13 @@ def low_rank_input(
     bank: Any,
     shape: Shape,
     h: Array,
+    numbers: Sequence[int] | None,
     beside: bool = False,
     dropout: Literal["", "gain", "mask"] = "",
 ) -> Array | None:
     """h = s_a x f_a^T; f (G, R, K), or (G, K, R) where ``trans``. Returns it by pairs, where the product wants that, and of
-    experts as TMA reads it. ``beside``: the next kernel runs beside this one. ``dropout``: times 1 / (1 - p), and of the
-    dropped x for "mask"."""
+    experts as TMA reads it. ``numbers``: the ranks, where they differ. ``beside``: the next kernel runs beside this one.
+    ``dropout``: times 1 / (1 - p), and of the dropped x for "mask"."""
     (M, K), R, G = x.shape, h.shape[1], f.shape[0]
     by_r, by_k = f.stride[:0:-1] if trans else f.stride[1:]
     padded, tile, half = shape.tma, shape.BLOCK_M, x.dtype != torch.float32
@@ -212,19 +219,25 @@ def low_rank_input(
         padded = False
     else:
         pad = plan.temp((M if experts else pairs * tile, R), x.dtype, (width, 1)) if padded else None
-    config = h_config(int(M), K, R, G, half, beside, experts, plan.device)
-    narrower = half and f.itemsize == 4 and config.BLOCK_K > 128  # float32 factors: as many bytes under way
-    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M), BLOCK_K=config.BLOCK_K // (1 + narrower))
+    config = h_config(int(M), K, numbers or (R,) * G, half, beside, experts, plan.device)
+    config = config._replace(BLOCK_M=min(tile, config.BLOCK_M))
     if dropout == "mask" and config.BLOCK_M == 64:  # as many rows make a product that reads registers (private.NOT_AHEAD)
-        config = HConfig(32, config.BLOCK_R, min(128, config.BLOCK_K), 4, 4)
+        config = HConfig(32, config.BLOCK_R, 128, 4, 4, config.SPLIT)
     if half and f.itemsize == 4 and not 90 <= plan.device.capability < 120:  # sm_86 and sm_120 have room for fewer such tiles
         room = FEW_BYTES // ((2 * config.BLOCK_M + 4 * config.BLOCK_R) * config.BLOCK_K)
         config = config._replace(num_stages=min(config.num_stages, 1 + room))
-    grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M))
-    given: dict[str, Any] = {"x": x, "f": f, "h": h, "pad": pad if padded else None, "M": M, "G": G, "K": K, "R": R}
-    given |= {"stride_fk": by_k, "stride_fr": by_r, "stride_pm": width, "EXPERTS": experts, "TILE": tile}
-    given |= drawn(bank, dropout != "") | {"gain": 1 / (1 - bank.p) if dropout else None, "MASKED": dropout == "mask"}
-    plan.launch(multi_h_kernel, grid, {**given, "BLOCK_G": block_of(G), "FLAT": flat, "PDL": beside}, bank, config)
+    split, drops = config.SPLIT, drawn(bank, dropout != "")
+    parts = plan.temp((split, M, R)) if split > 1 else None
+    out: dict[str, Any] = {"h": h, "pad": pad if padded else None, "parts": parts, "split": split, "M": M, "G": G, "R": R}
+    out |= {"gain": 1 / (1 - bank.p) if dropout else None, "stride_pm": width}
+    out |= {"EXPERTS": experts, "TILE": tile, "BLOCK_G": block_of(G)}
+    grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M), split)
+    given = {"x": x, "f": f, "K": K, "stride_fk": by_k, "stride_fr": by_r, "FLAT": flat, "PDL": beside and split == 1}
+    plan.launch(multi_h_kernel, grid, out | given | drops | {"MASKED": dropout == "mask"}, bank, config)
+    if parts is not None:
+        grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // SUM_M))
+        given = {"seed": drops["seed"], "APART": drops["APART"], "BLOCK_M": SUM_M, "FLAT": flat, "PDL": beside}
+        plan.launch(multi_h_sum_kernel, grid, out | given, bank, config)
     return pad
 
 

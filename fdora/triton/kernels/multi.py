@@ -17,6 +17,7 @@ from fdora.triton.runtime.cost import kernel
 from fdora.triton.runtime.private import gdc_launch_dependents
 
 ROUTE = tl.constexpr(4)  # numbers that a tile of rows has in the table of routes
+PARTS = tl.constexpr(6)  # of a sum over K, at most
 
 
 @triton.jit
@@ -257,57 +258,104 @@ def multi_routes_kernel(
         put(ga, g + tl.cast(a, tl.int64) * N, n, N)
 
 
-@kernel("x f h pad", "M R K x")
+@triton.jit
+def _place_of_h(
+    offsets, ranks, M, G, R, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """Of a program of h: its tokens, the first row of its pair beside them and the first token, its adapter and that one's
+    bounds, and its ranks with the adapter's own."""
+    PARTS: tl.constexpr = TILE // BLOCK_M
+    pair = row_at(tl.cdiv(R, BLOCK_R), FLAT) // PARTS
+    part = row_at(tl.cdiv(R, BLOCK_R), FLAT) % PARTS * BLOCK_M
+    tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
+    first_r = column_at(tl.cdiv(R, BLOCK_R), FLAT) * BLOCK_R
+    return tile * TILE + part, pair * TILE + part, a, lo, hi, first_r, rank_of(ranks, a, G, R)
+
+
+@triton.jit
+def _put_h(
+    acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    t = first + tl.arange(0, BLOCK_M)
+    known, scale = both(mine, r < rank), vector(s, a, G)
+    if APART:
+        scale *= scale_of(seed, a, G)
+    elif gain is not None:
+        scale *= gain
+    out = tl.where(known, acc * scale, 0.0).to(h.dtype.element_ty)
+    mask = both(mine, r < R)
+    tl.store(addresses(Matrix(h, stride_hm, None), t, r), out, mask=mask)
+    if pad is not None and EXPERTS:
+        tl.store(addresses(Matrix(pad, stride_pm, None), t, r), out, mask=mask)
+    elif pad is not None:
+        row = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        tl.store(addresses(Matrix(pad, stride_pm, None), row, r), out, mask=(r < R)[None, :] & (row >= 0)[:, None])
+
+
+@kernel("x f h pad parts", "M R K x")
 def multi_h_kernel(
-    x, f, s, offsets, order, ranks, seed, h, pad, threshold, gain, M, G, K, R,
+    x, f, s, offsets, order, ranks, seed, h, pad, parts, threshold, gain, M, G, K, R, split,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     MASKED: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart. ``gain``: of dropout, APART that of the
-    adapter. MASKED: x is dropped."""
+    adapter. MASKED: x is dropped. ``parts`` (split, M, R): sums over a part of K each, in the place of h and pad."""
     if PDL:
         gdc_launch_dependents()
-    PARTS: tl.constexpr = TILE // BLOCK_M
-    pair = row_at(tl.cdiv(R, BLOCK_R), FLAT) // PARTS
-    part = row_at(tl.cdiv(R, BLOCK_R), FLAT) % PARTS * BLOCK_M
-    first_r = column_at(tl.cdiv(R, BLOCK_R), FLAT) * BLOCK_R
-    tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
+    first, row, a, lo, hi, first_r, rank = _place_of_h(offsets, ranks, M, G, R, TILE, BLOCK_M, BLOCK_R, BLOCK_G, FLAT)
     if lo < hi:
-        t = tile * TILE + part + tl.arange(0, BLOCK_M)
-        r, k = first_r + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        begins, ends = 0, K
+        if parts is not None:
+            along = tl.cdiv(tl.cdiv(K, BLOCK_K), split) * BLOCK_K
+            begins = tl.program_id(2) * along
+            ends = tl.minimum(K, begins + along)
+        t, r, k = first + tl.arange(0, BLOCK_M), first_r + tl.arange(0, BLOCK_R), begins + tl.arange(0, BLOCK_K)
         mine = (t >= lo) & (t < hi)
-        rank = rank_of(ranks, a, G, R)
         # Nothing to multiply: no row of this part is the adapter's, or the slab lies behind its rank.
-        some = (tile * TILE + part < hi) & (tile * TILE + part + BLOCK_M > lo) & (first_r < rank)
+        some = (first < hi) & (first + BLOCK_M > lo) & (first_r < rank)
         at_x = addresses(Matrix(x, stride_xm, stride_xk), place_of(order, t, mine), k)
         at_f = addresses(Matrix(f + tl.cast(a, tl.int64) * stride_fa, stride_fk, stride_fr), k, r)
         # By eights: a rank that is only known here would make these loads as narrow as one number. What lies beyond it stays in
         # columns of its own.
         near = (r // 8 * 8 < rank) & (r < R)
         acc = zeros(BLOCK_M, BLOCK_R)
-        end = tl.where(some, K, 0)
         if MASKED:
-            bits, least, begin = mask_of(seed, threshold, a, offsets, M, G, APART)
-        for k0 in range(0, end, BLOCK_K):
+            bits, least, origin = mask_of(seed, threshold, a, offsets, M, G, APART)
+        for k0 in range(0, tl.where(some, ends - begins, 0), BLOCK_K):
             xt = tl.load(at_x, mask=both(mine, k < K - k0), other=0.0)
             if MASKED:
-                xt = tl.where(keep_rows(bits, least, t - begin, k0 + k), xt, 0.0)
+                xt = tl.where(keep_rows(bits, least, t - origin, k0 + k), xt, 0.0)
             ft = tl.load(at_f, mask=both(k < K - k0, near), other=0.0)
             acc = tl.dot(xt, ft.to(xt.dtype), acc, input_precision="ieee")
             at_x += BLOCK_K * stride_xk
             at_f += BLOCK_K * stride_fk
-        known, scale = both(mine, r < rank), vector(s, a, G)
-        if APART:
-            scale *= scale_of(seed, a, G)
-        elif gain is not None:
-            scale *= gain
-        out = tl.where(known, acc * scale, 0.0).to(h.dtype.element_ty)
-        mask = both(mine, r < R)
-        tl.store(addresses(Matrix(h, stride_hm, None), t, r), out, mask=mask)
-        if pad is not None and EXPERTS:
-            tl.store(addresses(Matrix(pad, stride_pm, None), t, r), out, mask=mask)
-        elif pad is not None:
-            row = (pair * TILE + part + tl.arange(0, BLOCK_M)).to(tl.int64)
-            tl.store(addresses(Matrix(pad, stride_pm, None), row, r), out, mask=(r < R)[None, :] & (row >= 0)[:, None])
+        if parts is not None:
+            part = parts + tl.program_id(2).to(tl.int64) * M * R
+            tl.store(addresses(Matrix(part, R, None), t, r), acc, mask=both(mine, r < rank))
+        else:
+            _put_h(
+                acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS, BLOCK_M
+            )
+
+
+@kernel("parts h pad")
+def multi_h_sum_kernel(
+    parts, s, offsets, ranks, seed, h, pad, gain, M, G, R, split, stride_hm, stride_pm, APART: tl.constexpr,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    FLAT: tl.constexpr, PDL: tl.constexpr,
+):
+    """h and pad from the parts that multi_h_kernel left, added in their order."""
+    if PDL:
+        gdc_launch_dependents()
+    first, row, a, lo, hi, first_r, rank = _place_of_h(offsets, ranks, M, G, R, TILE, BLOCK_M, BLOCK_R, BLOCK_G, FLAT)
+    if lo < hi:
+        t, r = first + tl.arange(0, BLOCK_M), first_r + tl.arange(0, BLOCK_R)
+        mine, acc = (t >= lo) & (t < hi), zeros(BLOCK_M, BLOCK_R)
+        at = addresses(Matrix(parts, R, None), t, r)
+        for i in tl.static_range(PARTS):
+            acc += tl.load(at + tl.cast(i, tl.int64) * M * R, mask=both(mine, r < tl.where(i < split, rank, 0)), other=0.0)
+        _put_h(acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS, BLOCK_M)

@@ -81,9 +81,14 @@ def cdiv(a: int, b: int) -> int:
 MOST_ROWS = 65_535  # CUDA starts no more on the second axis of a grid; on the first 2^31 - 1
 
 
-def grid_of(columns: int, rows: int) -> tuple[tuple[int, ...], bool]:
-    """A grid of programs, and whether it is flat: on one axis, row by row, where the second has no room; a division in each."""
-    return ((columns, rows), False) if rows <= MOST_ROWS else ((columns * rows,), True)
+def grid_of(columns: int, rows: int, parts: int = 1) -> tuple[tuple[int, ...], bool]:
+    """A grid of programs, and whether it is flat: on one axis, row by row, where the second has no room; a division in each.
+    The third axis has ``parts``, where there are several."""
+    flat = rows > MOST_ROWS
+    first, second = (columns * rows, 1) if flat else (columns, rows)
+    if parts > 1:
+        return (first, second, parts), flat
+    return ((first,) if flat else (first, second)), flat
 
 
 def is_tma_compatible(t: Any) -> bool:
