@@ -17,6 +17,7 @@ from fdora.triton.dropped import WORDS, dropped_dx, tile_of_dropped
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.fp8 import BACKWARD, codes_config, dx_of_codes
 from fdora.triton.gemm import NO_EPILOGUE, Epilogue, Masked, Operand, gemm
+from fdora.triton.masked import gradient_of_A
 from fdora.triton.product import summed_product
 from fdora.triton.runtime import Array, Builder
 from fdora.triton.scale import Given
@@ -121,12 +122,11 @@ def _backward(plan: Builder, of: Given) -> str:
                 how = WORDS
             else:
                 how = _dx(plan, of, dz, beside, W, A, dh)
+        if grads.A is not None and both:
+            factor_gradients(plan, x, dh, grads.A, dz, h, grads.B)
+            return how
         if grads.A is not None:
-            xd = drop(plan, x, la.seed, dropout.p)
-            if both:
-                factor_gradients(plan, xd, dh, grads.A, dz, h, grads.B)
-                return how
-            gradient(plan, grads.A, dh.T, xd)
+            gradient_of_A(plan, grads.A, dh, x, la.seed, dropout.p)
     if grads.B is not None and fused_B is None:
         gradient(plan, grads.B, dz.T, h)
     return how

@@ -15,6 +15,7 @@ from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
 from fdora.triton.fp8 import FORWARD, FORWARD4, Low, columns_of, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
 from fdora.triton.kernels.product import epilogue_kernel
+from fdora.triton.masked import low_rank
 from fdora.triton.norm import norm
 from fdora.triton.product import scaled_product
 from fdora.triton.runtime import Array, Builder, Scalar, named
@@ -58,7 +59,7 @@ def forward(
             la = la._replace(c=each.c)
         if tile is not None:
             if not at_once:
-                plan.product(each.h, drop(plan, x, la.seed, dropout.p), in_dtype(plan, la.A, x.dtype).T, s)
+                low_rank(plan, x, in_dtype(plan, la.A, x.dtype), s, la.seed, dropout.p, each.h)
             columns = columns_of(la.W)
             if columns not in rounded:
                 rounded[columns] = x_of(plan, x, la.W)
@@ -112,21 +113,21 @@ def _forward(
     t, (y, h, pre, c) = x.dtype, out
     assert h is not None
     W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
-    xd = drop(plan, x, la.seed, dropout.p)
+    xd = drop(plan, x, la.seed, dropout.p) if peft else None
     if not h_is_there:
-        plan.product(h, xd, in_dtype(plan, la.A, t).T, s)
+        low_rank(plan, x, in_dtype(plan, la.A, t), s, la.seed, dropout.p, h, xd)
     B = in_dtype(plan, la.B, t)
     if t == torch.float32:
         v = pre if pre is not None and not peft else y
         plan.product(v, x, W.T)
         plan.product(v, h, B.T, accumulate=True)
-        if peft:
+        if xd is not None:
             pre = plan.temp(y.shape, t) if pre is None else pre
             plan.product(pre, xd, W.T)
             plan.product(pre, h, B.T, accumulate=True)
         epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else residual))
         return "products by cuBLAS"
-    if peft:
+    if xd is not None:
         tile = tile_of_dropped(plan, x, W, W.shape[0], h.shape[1], dropout.p, t)
         if tile is not None:
             dropped_forward(plan, x, xd, la, W, h, B, out, dropout.p, tile)

@@ -156,7 +156,7 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
             _gradient_of_A(plan, out.dA, dh, x, bank, found)
     if out.dB is not None and not fused:
         assert h is not None
-        _gradient(plan, out.dB, dz, h, bank, False)
+        gradient_of_bank(plan, out.dB, dz, h, bank, False)
 
 
 def stack_in(plan: Builder, bank: Any, dtype: torch.dtype) -> Array:
@@ -265,11 +265,21 @@ def _gradient_of_A(plan: Builder, out: Array, dh: Array, x: Array, bank: Any, fo
     masked = bank.seed is not None
     if masked and wants_copy(dh.shape[1]):
         x, masked = drop(plan, x, bank, found, False), False
-    _gradient(plan, out, dh, x, bank, True, masked)
+    gradient_of_bank(plan, out, dh, x, bank, True, masked)
 
 
-def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_first: bool, masked: bool = False) -> None:
-    """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q). ``masked``: v is dropped."""
+def gradient_of_bank(
+    plan: Builder,
+    out: Array,
+    u: Array,
+    v: Array,
+    bank: Any,
+    rank_first: bool,
+    masked: bool = False,
+    gain: float | None = None,
+) -> None:
+    """u_a^T v_a over the tokens of each adapter: (M, P), (M, Q) -> (G, P, Q). ``masked``: v is dropped, and ``gain`` is what
+    survivors are multiplied by, unless u is."""
     (M, P), Q, (G, R, _) = u.shape, v.shape[1], bank.A.shape
     if not out.numel:
         return
@@ -278,15 +288,14 @@ def _gradient(plan: Builder, out: Array, u: Array, v: Array, bank: Any, rank_fir
     blocks = cdiv(P, block_p) * cdiv(Q, block_q)
     # Were all tokens one adapter's, so many parts would still keep the GPU busy; but they must be few beside u and v.
     tokens = int(M)
-    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(tokens, 4 * config.BLOCK_T), 16))
-    if 8 * (strips + G) * P * Q > tokens * (P + Q) or strips + G > MOST_ROWS:
-        strips = 1
+    few = tokens * (P + Q) // (8 * P * Q) - G
+    strips = max(1, min(cdiv(3 * plan.device.num_sms, blocks), cdiv(tokens, 4 * config.BLOCK_T), 16, few, MOST_ROWS - G))
     rows = 1 << (cdiv(tokens, strips) - 1).bit_length() if strips > 1 else 0
     single = rows == 0
     places = G if single else cdiv(M, rows) + G
     target = out if single else plan.temp((places, P, Q))
     given = {"u": u, "v": v, "out": target, "M": M, "G": G, "P": P, "Q": Q, "R": R}
-    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows, "MASKED": masked} | drawn(bank, masked)
+    given |= {"RANK_FIRST": rank_first, "SINGLE": single, "ROWS": rows, "MASKED": masked, "gain": gain} | drawn(bank, masked)
     given |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "BLOCK_G": block_of(G)}
     plan.launch(multi_grad_kernel, (cdiv(P, block_p), cdiv(Q, block_q), places), given, bank, config)
     if not single:

@@ -32,7 +32,7 @@ from fdora.triton.kernels.multi_gemm import (
 from fdora.triton.multi_rows import Laid, Seen, as_matrix, is_apart
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import Device, cdiv, grid_of, is_tma_compatible
-from fdora.triton.runtime.plan import Array
+from fdora.triton.runtime.plan import Array, Scalar
 from fdora.triton.tiles.configs import GemmConfig, power_of_two
 from fdora.triton.tiles.product import Ask, bank_config, grouped_config
 
@@ -229,7 +229,8 @@ def low_rank_input(
     split, drops = config.SPLIT, drawn(bank, dropout != "")
     parts = plan.temp((split, M, R)) if split > 1 else None
     out: dict[str, Any] = {"h": h, "pad": pad if padded else None, "parts": parts, "split": split, "M": M, "G": G, "R": R}
-    out |= {"gain": 1 / (1 - bank.p) if dropout else None, "stride_pm": width}
+    s, only_s = (None, bank.s) if isinstance(bank.s, Scalar) else (bank.s, None)
+    out |= {"s": s, "only_s": only_s, "gain": 1 / (1 - bank.p) if dropout else None, "stride_pm": width}
     out |= {"EXPERTS": experts, "TILE": tile, "BLOCK_G": block_of(G)}
     grid, flat = grid_of(cdiv(R, config.BLOCK_R), pairs * (tile // config.BLOCK_M), split)
     given = {"x": x, "f": f, "K": K, "stride_fk": by_k, "stride_fr": by_r, "FLAT": flat, "PDL": beside and split == 1}

@@ -275,11 +275,13 @@ def _place_of_h(
 
 @triton.jit
 def _put_h(
-    acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART: tl.constexpr,
+    acc, first, row, a, mine, r, rank, s, only_s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     t = first + tl.arange(0, BLOCK_M)
-    known, scale = both(mine, r < rank), vector(s, a, G)
+    known, scale = both(mine, r < rank), only_s
+    if s is not None:
+        scale = vector(s, a, G)
     if APART:
         scale *= scale_of(seed, a, G)
     elif gain is not None:
@@ -296,14 +298,15 @@ def _put_h(
 
 @kernel("x f h pad parts", "M R K x")
 def multi_h_kernel(
-    x, f, s, offsets, order, ranks, seed, h, pad, parts, threshold, gain, M, G, K, R, split,
+    x, f, s, only_s, offsets, order, ranks, seed, h, pad, parts, threshold, gain, M, G, K, R, split,
     stride_xm, stride_xk, stride_fa, stride_fk, stride_fr, stride_hm, stride_pm,
     MASKED: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
     """s_a x f_a for the rows of each adapter, (M, R). ``pad``: by pairs with the tiles of the product, TILE rows each, zeros
     where a row belongs to another adapter. EXPERTS: the same rows as h, further apart. ``gain``: of dropout, APART that of the
-    adapter. MASKED: x is dropped. ``parts`` (split, M, R): sums over a part of K each, in the place of h and pad."""
+    adapter. MASKED: x is dropped. ``parts`` (split, M, R): sums over a part of K each, in the place of h and pad.
+    ``only_s``: where there is one adapter, in the place of s."""
     if PDL:
         gdc_launch_dependents()
     first, row, a, lo, hi, first_r, rank = _place_of_h(offsets, ranks, M, G, R, TILE, BLOCK_M, BLOCK_R, BLOCK_G, FLAT)
@@ -338,13 +341,14 @@ def multi_h_kernel(
             tl.store(addresses(Matrix(part, R, None), t, r), acc, mask=both(mine, r < rank))
         else:
             _put_h(
-                acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS, BLOCK_M
+                acc, first, row, a, mine, r, rank, s, only_s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS,
+                BLOCK_M,
             )
 
 
 @kernel("parts h pad")
 def multi_h_sum_kernel(
-    parts, s, offsets, ranks, seed, h, pad, gain, M, G, R, split, stride_hm, stride_pm, APART: tl.constexpr,
+    parts, s, only_s, offsets, ranks, seed, h, pad, gain, M, G, R, split, stride_hm, stride_pm, APART: tl.constexpr,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
     FLAT: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -358,4 +362,7 @@ def multi_h_sum_kernel(
         at = addresses(Matrix(parts, R, None), t, r)
         for i in tl.static_range(PARTS):
             acc += tl.load(at + tl.cast(i, tl.int64) * M * R, mask=both(mine, r < tl.where(i < split, rank, 0)), other=0.0)
-        _put_h(acc, first, row, a, mine, r, rank, s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS, BLOCK_M)
+        _put_h(
+            acc, first, row, a, mine, r, rank, s, only_s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART, EXPERTS,
+            BLOCK_M,
+        )

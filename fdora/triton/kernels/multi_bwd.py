@@ -115,12 +115,12 @@ def multi_finish_kernel(
 
 @kernel("u v out", "M P Q u")
 def multi_grad_kernel(
-    u, v, offsets, ranks, seed, out, threshold, M, G, P, Q, R, stride_ut, stride_vt,
+    u, v, offsets, ranks, seed, out, threshold, gain, M, G, P, Q, R, stride_ut, stride_vt,
     MASKED: tl.constexpr, APART: tl.constexpr, RANK_FIRST: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):
     """u_a^T v_a over the tokens of each adapter, (G, P, Q); not SINGLE: of each pair with a strip of ROWS rows. MASKED: v
-    is dropped."""
+    is dropped, its survivors times ``gain``."""
     place = tl.program_id(2)
     if SINGLE:
         a = place
@@ -135,6 +135,8 @@ def multi_grad_kernel(
     if MASKED:
         mask = mask_of(seed, threshold, a, offsets, M, G, APART)
     acc = over_tokens(u, v, p, q, lo, hi, P, Q, BLOCK_T, "ieee", mask)
+    if gain is not None:
+        acc *= gain
     if SINGLE or a < G:
         store(acc, Matrix(out + place.to(tl.int64) * P * Q, Q, None), p, q, P, Q)
 
