@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fdora.triton.codes import Packed
+from fdora.triton.dropout import threshold
 from fdora.triton.fp8 import ALL, Other, quantised, turned
 from fdora.triton.gemm import NO_EPILOGUE, UNMASKED, Epilogue, Masked, Operand, Scales, gemm
 from fdora.triton.runtime import Array, Builder, is_tma_compatible
@@ -49,12 +50,13 @@ def tile_of_dropped(
 
 
 def dropped_forward(
-    plan: Builder, x: Array, xd: Array, la: Any, W: Array, h: Array, B: Array, out: Out, p: float, config: GemmConfig
+    plan: Builder, x: Array, xd: Array | None, la: Any, W: Array, h: Array, B: Array, out: Out, p: float, config: GemmConfig
 ) -> None:
-    """y and, where it is kept, v; xd is D(x)."""
+    """y and, where it is kept, v; xd is D(x), without which the mask is drawn."""
     y, _, pre, _ = out
     R = pre or plan.temp(y.shape, y.dtype)
-    x8, right, of_codes = codes_of_dropped(plan, x, xd, W, 1 / p)
+    masked = Other("masked", None, 1 / p, la.seed, threshold(p)) if xd is None else Other("dropped", xd, 1 / p)
+    x8, right, of_codes = codes_of_dropped(plan, x, masked, W)
     gemm(plan, R, x8, h, right._replace(b=B), config=config, scales=of_codes)
     epilogue = Epilogue("dropped", la.m, la.c, la.bias, R)
     gemm(plan, y, x, h, Operand(W, B, trans=True), epilogue, Masked(p=p), pre_scale=pre, config=TILE)
@@ -67,10 +69,10 @@ def dropped_dx(plan: Builder, of: Any, z: Array, dh: Array, W: Array, A: Array, 
     gemm(plan, of.dx, z, dh, Operand(W, A, trans=False), onto, masked)
 
 
-def codes_of_dropped(plan: Builder, x: Array, xd: Array, W: Array, factor: float = 1.0) -> tuple[Array, Operand, Scales]:
-    """Of ``factor`` L W^T: what is multiplied."""
+def codes_of_dropped(plan: Builder, x: Array, dropped: Other, W: Array) -> tuple[Array, Operand, Scales]:
+    """Of L W^T, times the factor of ``dropped``: what is multiplied."""
     codes, of_row = quantised(plan, W, False)
-    x8, of_token = quantised(plan, x, False, other=Other("dropped", xd, factor))
+    x8, of_token = quantised(plan, x, False, other=dropped)
     return x8, Operand(codes, None, trans=True), Scales(of_token, of_row)
 
 

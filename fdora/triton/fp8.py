@@ -63,6 +63,8 @@ class Other(NamedTuple):
     OTHER: str = ""
     other: Array | None = None
     factor: float = 1.0
+    seed: Array | None = None
+    threshold: int = 0
 
 
 ONLY_X = Other()

@@ -10,7 +10,7 @@ from fdora._records import Dropout
 from fdora.triton.codes import Packed
 from fdora.triton.copy import cast_together, copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
-from fdora.triton.dropout import drop
+from fdora.triton.dropout import drop, has_origin
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
 from fdora.triton.fp8 import FORWARD, FORWARD4, Low, columns_of, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
@@ -113,7 +113,8 @@ def _forward(
     t, (y, h, pre, c) = x.dtype, out
     assert h is not None
     W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
-    xd = drop(plan, x, la.seed, dropout.p) if peft else None
+    tile = tile_of_dropped(plan, x, W, W.shape[0], h.shape[1], dropout.p, t) if peft else None
+    xd = drop(plan, x, la.seed, dropout.p) if peft and (tile is None or has_origin(la.seed)) else None
     if not h_is_there:
         low_rank(plan, x, in_dtype(plan, la.A, t), s, la.seed, dropout.p, h, xd)
     B = in_dtype(plan, la.B, t)
@@ -127,11 +128,10 @@ def _forward(
             plan.product(pre, h, B.T, accumulate=True)
         epilogue_of(plan, v, y, Epilogue("residual" if peft else "scale", la.m, la.c, la.bias, pre if peft else residual))
         return "products by cuBLAS"
+    if tile is not None:
+        dropped_forward(plan, x, xd, la, W, h, B, out, dropout.p, tile)
+        return WORDS
     if xd is not None:
-        tile = tile_of_dropped(plan, x, W, W.shape[0], h.shape[1], dropout.p, t)
-        if tile is not None:
-            dropped_forward(plan, x, xd, la, W, h, B, out, dropout.p, tile)
-            return WORDS
         pre = plan.temp(y.shape, t) if pre is None else pre
         gemm(plan, pre, xd, h, Operand(W, B, trans=True))
         gemm(plan, y, x, h, Operand(W, B, trans=True), Epilogue("residual", la.m, la.c, la.bias, pre))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fdora.triton.copy import in_dtype, operand
 from fdora.triton.dropped import codes_of_dropped, product_of_change, tile_of_dropped
+from fdora.triton.fp8 import Other
 from fdora.triton.gemm import gemm
 from fdora.triton.multi_gemm import Right, Routes, Shape, Wanted, behind, low_rank_input, multi_gemm, routes
 from fdora.triton.multi_rows import drop, sort, unsort
@@ -48,7 +49,7 @@ def dropped_forward(plan: Builder, x: Array, bank: Any, ranks: tuple[int, ...], 
     if tile is None:
         plan.product(other, xd, W.T)
     else:
-        x8, right, scales = codes_of_dropped(plan, x, xd, W)
+        x8, right, scales = codes_of_dropped(plan, x, Other("dropped", xd), W)
         gemm(plan, other, x8, None, right, config=tile, scales=scales)
     wanted = Wanted(to, pre_scale, bank.bias, other, kind_of(tile))
     multi_gemm(plan, x, h, None, Right(W.T, bank.B, True), None, bank, found, shape, wanted)

@@ -37,7 +37,7 @@ def keep_tile(seed, threshold, t, k, ORIGIN: tl.constexpr):
 @triton.jit
 def keep_rows(bits, threshold, t, k):
     """The same for a seed that is loaded."""
-    return keep_keyed(key_of(bits, t), threshold, k)
+    return keep_keyed(key_of(bits, t)[:, None], threshold, k[None, :])
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def key_of(bits, t):
 
 @triton.jit
 def keep_keyed(key, threshold, k):
-    """Where the elements k of the tokens with these keys survive; ``threshold``: one, or one of each token as a column."""
-    v = (key[:, None] ^ (k.to(tl.uint32) * 0x1E3779B1)[None, :]) * 0x21F0AAAD
+    """Where the elements k of tokens with these keys survive; each of the three one number, a column or a row."""
+    v = (key ^ (k.to(tl.uint32) * 0x1E3779B1)) * 0x21F0AAAD
     # Both without a sign: p * 2**32 may not fit 31 bits, and comparing across signs is where compilers differ.
     return (v ^ (v >> 16)) * 0x735A2D97 >= tl.cast(threshold, tl.uint32)
 

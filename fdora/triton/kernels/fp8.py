@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdora.triton.kernels.dropout import keep_keyed, key_of
 from fdora.triton.kernels.multi import adapter_of
 from fdora.triton.kernels.product import finish, products, tile_of_product
 from fdora.triton.kernels.tile import Matrix, addresses, block_on, put, vector, within, zeros
@@ -40,11 +41,13 @@ def _nearest(v, BITS: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
+def _columns(x, other, by, factor, key, threshold, k, K, OTHER: tl.constexpr):
     """Of a token, in float32, each times its own factor where there are any. OTHER is "dropped": of those that are zeros in
-    ``other``, and zeros; "minus": less ``other``; both times ``factor``."""
+    ``other``, and zeros; "masked": of those that dropout drops; "minus": less ``other``; all three times ``factor``."""
     v = vector(x, k, K).to(tl.float32)
-    if OTHER == "dropped":
+    if OTHER == "masked":
+        v = factor * tl.where(keep_keyed(key, threshold, k), 0.0, v)
+    elif OTHER == "dropped":
         v = factor * tl.where(vector(other, k, K) == 0, v, 0.0)
     elif OTHER == "minus":
         v = factor * (v - vector(other, k, K).to(tl.float32))
@@ -55,7 +58,7 @@ def _columns(x, other, by, factor, k, K, OTHER: tl.constexpr):
 
 @kernel("x other by out scale", **ANY_LENGTH)
 def fp8_rows_kernel(
-    x, other, by, offsets, out, scale, factor, M, K, G, stride_xm, stride_other,
+    x, other, by, offsets, seed, out, scale, factor, threshold, M, K, G, stride_xm, stride_other,
     OTHER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, PTX: tl.constexpr,
 ):
     """A token for each program, which holds BLOCK_K of its columns; the others it reads twice. With ``offsets`` each expert has
@@ -67,16 +70,19 @@ def fp8_rows_kernel(
         by += tl.minimum(adapter_of(t, None, offsets, M, G, BLOCK_G), G - 1).to(tl.int64) * K
     if other is not None:
         other += t * stride_other
-    first = _columns(x, other, by, factor, k, K, OTHER)
+    key = None
+    if seed is not None:
+        key = key_of(tl.load(seed), t)
+    first = _columns(x, other, by, factor, key, threshold, k, K, OTHER)
     largest = tl.abs(first)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        largest = tl.maximum(largest, tl.abs(_columns(x, other, by, factor, k0 + k, K, OTHER)))
+        largest = tl.maximum(largest, tl.abs(_columns(x, other, by, factor, key, threshold, k0 + k, K, OTHER)))
     s = _scale_of(tl.max(largest, axis=0))
     tl.store(scale + t, s)
     inverse = tl.div_rn(1.0, s)
     put(_code(first * inverse, PTX), out + t * K, k, K)
     for k0 in range(BLOCK_K, K, BLOCK_K):
-        v = _columns(x, other, by, factor, k0 + k, K, OTHER)
+        v = _columns(x, other, by, factor, key, threshold, k0 + k, K, OTHER)
         put(_code(v * inverse, PTX), out + t * K + k0, k, K - k0)
 
 

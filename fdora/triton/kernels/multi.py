@@ -55,7 +55,7 @@ def mask_of(seed, threshold, a, offsets, M, G, APART: tl.constexpr):
 @triton.jit
 def keep_by_segments(keys, t, k, M):
     """Where the elements (t, k) survive: of each token ``keys`` has what its adapter draws from, then all thresholds."""
-    return keep_keyed(vector(keys, t, M).to(tl.uint32), vector(keys + M, t, M)[:, None], k)
+    return keep_keyed(vector(keys, t, M).to(tl.uint32)[:, None], vector(keys + M, t, M)[:, None], k[None, :])
 
 
 @triton.jit
