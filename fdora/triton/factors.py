@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fdora.triton.dropout import drawn_inside
 from fdora.triton.kernels.scale import factors_kernel
 from fdora.triton.runtime import Array, Builder, Device, cdiv, named
 from fdora.triton.scale import Given
@@ -30,10 +31,17 @@ def at_once(on: Device, of: Given) -> bool:
     """Whether both are asked for and one launch is faster. us on an H200 (h200/passes.json), beside two products: 192 tokens,
     1280 -> 5120, r = 16 2.5 (5.9); 576, 4096 -> 12288, r = 128 9.5 (11.4); 4705, 1664 -> 12672, r = 64 36 (43). Few columns
     beside many tokens leave multiprocessors idle, where cuBLAS splits the sum; r = 384 takes 23 (18); rows that begin at no 16
-    bytes are slow. Beside dropout the sum for dA draws the mask (masked.py).
+    bytes are slow. Where the sum for dA draws dropout's mask it is apart.
     """
     x, dz, r, grads = of.x, of.dy, of.la.A.shape[0], of.grads
-    if grads.A is None or grads.B is None or of.la.seed is not None or x.dtype == torch.float32 or on.capability < 80 or r % 8:
+    if (
+        grads.A is None
+        or grads.B is None
+        or drawn_inside(x, of.la.seed, r)
+        or x.dtype == torch.float32
+        or on.capability < 80
+        or r % 8
+    ):
         return False
     if (x.stride[1], dz.stride[1]) != (1, 1):
         return False

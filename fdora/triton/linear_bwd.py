@@ -123,7 +123,7 @@ def _backward(plan: Builder, of: Given) -> str:
             else:
                 how = _dx(plan, of, dz, beside, W, A, dh)
         if grads.A is not None and both:
-            factor_gradients(plan, x, dh, grads.A, dz, h, grads.B)
+            factor_gradients(plan, drop(plan, x, la.seed, dropout.p), dh, grads.A, dz, h, grads.B)
             return how
         if grads.A is not None:
             gradient_of_A(plan, grads.A, dh, x, la.seed, dropout.p)

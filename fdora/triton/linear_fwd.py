@@ -10,7 +10,7 @@ from fdora._records import Dropout
 from fdora.triton.codes import Packed
 from fdora.triton.copy import cast_together, copied, in_dtype, operand, stacked
 from fdora.triton.dequantize import weight_in, weight_of
-from fdora.triton.dropout import drop, has_origin
+from fdora.triton.dropout import drawn_inside, drop
 from fdora.triton.dropped import WORDS, dropped_forward, tile_of_dropped
 from fdora.triton.fp8 import FORWARD, FORWARD4, Low, columns_of, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.gemm import Epilogue, Operand, gemm
@@ -114,7 +114,8 @@ def _forward(
     assert h is not None
     W, peft = weight_of(plan, la, s, t, c), la.seed is not None and dropout.mode == "peft"
     tile = tile_of_dropped(plan, x, W, W.shape[0], h.shape[1], dropout.p, t) if peft else None
-    xd = drop(plan, x, la.seed, dropout.p) if peft and (tile is None or has_origin(la.seed)) else None
+    copy = peft and not (tile is not None and drawn_inside(x, la.seed, h.shape[1]))
+    xd = drop(plan, x, la.seed, dropout.p) if copy else None
     if not h_is_there:
         low_rank(plan, x, in_dtype(plan, la.A, t), s, la.seed, dropout.p, h, xd)
     B = in_dtype(plan, la.B, t)

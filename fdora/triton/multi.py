@@ -32,6 +32,7 @@ from fdora._records import Bank, BankNeeds
 from fdora.quant import QuantWeight
 from fdora.triton.codes import Packed, coded_of, packed, tensors_of, weights_of, written
 from fdora.triton.copy import dense, in_dtype, operand
+from fdora.triton.dropout import wants_copy
 from fdora.triton.fp8 import grouped_forward, grouped_tile, tile_of_codes, way_of, x_of, y_of_codes
 from fdora.triton.multi_bwd import Given, Out, backward, gated_scale, stack_in, words_of
 from fdora.triton.multi_dropped import dropped_forward
@@ -49,7 +50,7 @@ from fdora.triton.multi_gemm import (
     turned,
 )
 from fdora.triton.multi_norm import bank_norm as bank_norm
-from fdora.triton.multi_rows import drop, rank_table, sort, unsort, wants_copy
+from fdora.triton.multi_rows import drop, rank_table, sort, unsort
 from fdora.triton.multi_rows import route as route
 from fdora.triton.multi_small import multi_small
 from fdora.triton.multi_table import multi_table, takes_table

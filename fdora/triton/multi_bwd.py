@@ -17,6 +17,7 @@ import torch
 
 from fdora.triton.codes import Packed
 from fdora.triton.dequantize import weight_in
+from fdora.triton.dropout import wants_copy
 from fdora.triton.fp8 import codes_config, dz_of_codes, grouped_backward, grouped_tile
 from fdora.triton.kernels.multi_bwd import (
     multi_finish_kernel,
@@ -40,7 +41,7 @@ from fdora.triton.multi_gemm import (
     routes,
     shape_of,
 )
-from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table, wants_copy
+from fdora.triton.multi_rows import Seen, drop, is_apart, rank_table
 from fdora.triton.runtime.builder import Builder, named
 from fdora.triton.runtime.device import MOST_ROWS, cdiv, grid_of
 from fdora.triton.runtime.plan import Array

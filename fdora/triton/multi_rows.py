@@ -66,11 +66,6 @@ def is_apart(bank: Any) -> bool:
     return bank.seed is not None and bank.seed.numel > bank.A.shape[0]
 
 
-def wants_copy(R: int) -> bool:
-    """Whether sums of this rank read a copy of the dropped x: in more than two strips of ranks, masks are drawn too often."""
-    return R > 128
-
-
 def drop(plan: Builder, x: Array, bank: Any, found: Any, gain: bool = True) -> Array:
     """The dropped x, tokens counted from the start of their segment, under the seed of its adapter; times 1 / (1 - p)."""
     out, apart = plan.temp(x.shape, x.dtype), gain and is_apart(bank)

@@ -25,6 +25,7 @@ from fdora.triton import scale
 from fdora.triton.codes import Packed
 from fdora.triton.copy import by_g, in_dtype
 from fdora.triton.dequantize import G, decode, redo_lost, room
+from fdora.triton.dropout import drop
 from fdora.triton.factors import at_once, factor_gradients
 from fdora.triton.masked import gradient_of_A
 from fdora.triton.runtime import Array, Builder, Device, cdiv
@@ -83,7 +84,7 @@ def scaled_backward(plan: Builder, of: Given, dx_of: Callable[[Array, Array, Arr
             by_g(plan, la.W.columns(i, j), *g, part)
         how = dx_of(dx.columns(i, j), part, A.columns(i, j), dh)
     if both:
-        factor_gradients(plan, x, dh, grads.A, dy, h, grads.B, g=g)
+        factor_gradients(plan, drop(plan, x, la.seed, p), dh, grads.A, dy, h, grads.B, g=g)
         return how
     if grads.A is not None:
         gradient_of_A(plan, grads.A, dh, x, la.seed, p)

@@ -54,13 +54,16 @@ def small(as_hopper, monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.parametrize("cached", [0, 1 << 24], ids=["masks inside", "a copy"])
 @pytest.mark.parametrize(("M", "N", "K", "r", "p"), [(96, 160, 208, 20, 0.3), (70, 272, 144, 80, 0.05)])
-def test_the_same_layer(M, N, K, r, p, small, monkeypatch, chosen_anew):
-    """Without what is dropped errors would be 0.05 sqrt(p) and more."""
+def test_the_same_layer(M, N, K, r, p, cached, small, monkeypatch, chosen_anew):
+    """Without what is dropped errors would be 0.05 sqrt(p) and more. No copy of D(x) is made where masks are drawn inside."""
+    monkeypatch.setattr("fdora.triton.dropout.CACHED", cached)
     t = layer(M, N, K, r, 0.05, torch.float16)
     got, want = results(t, p, "triton"), results(t, p, "eager", torch.float64)
     for name in NAMES:
         assert rel_l2(got[name], want[name]) < (2e-3 if name != "dm" else of_dm(p)), name
+    assert sum(kernels(plan)["drop_kernel"] for plan in chosen_anew.values()) == (2 if cached else 0)
     monkeypatch.setattr(dropped, "LEAST", 2048)
     chosen_anew.clear()
     both = results(t, p, "triton")

@@ -7,7 +7,6 @@ import fdora
 from fdora.eager import multi as eager
 from fdora.functional import dora_stack
 from fdora.triton import multi
-from fdora.triton.multi_gemm import HConfig
 from fdora.triton.runtime import walk
 from tests import device
 from tests.checks.multi import case, dy_of, places, together, truth, with_gradients
@@ -161,25 +160,6 @@ def test_a_weight_of_another_dtype_under_autocast(shape, way, as_hopper, request
     want = with_gradients(truth, t.double(), dy_of(t).double())
     assert got["y"].dtype == HALF[0] and got["A0"].dtype == torch.float32
     assert all(rel_l2(got[n], want[n]) < 2 * CLOSE for n in ("y", "x", "A0", "B2", "m2"))
-
-
-@pytest.mark.parametrize(
-    ("how", "more"),
-    [(("apart",), {}), (("tiles",), {}), (("tiles", "as_hopper"), {}), (("tiles",), {"dropout_p": [0.3, 0.0, 0.6], "seed": 5})],
-    ids=str,
-)
-def test_x_A_in_parts_of_K(how, more, monkeypatch, request):
-    """Few programs share K, of which the last has less: h and dh are sums of parts, of each adapter's rank alone."""
-    for fixture in map(request.getfixturevalue, how):
-        fixture and fixture()
-    t, found = drawn("wide", HALF[0]), []
-    for split in (1, 3):
-        request.getfixturevalue("chosen_anew").clear()
-        monkeypatch.setattr("fdora.triton.multi_gemm.h_config", lambda *_, split=split: HConfig(16, 16, 32, 4, 3, split))
-        found.append(with_gradients(lambda t: together(t, backend="triton", **more), t, dy_of(t)))
-    assert sum(kernels(p)["multi_h_sum_kernel"] for p in request.getfixturevalue("chosen_anew").values()) == 2
-    far = {n: rel_l2(found[1][n], found[0][n]) for n in found[0] if not n.endswith("1")}  # which has no tokens
-    assert max(far.values()) < CLOSE, far
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)

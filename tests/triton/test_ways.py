@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.triton import embedding
+from fdora.triton.multi_gemm import HConfig
 from fdora.triton.tiles.configs import GemmConfig, ScaleConfig, power_of_two
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS
@@ -54,6 +55,8 @@ IN_PARTS = {"scaled_weight.COLUMNS": 64, "scaled_weight.AT_ONCE": 48 * 64 * 2}
 APART = {"multi_table.RANKS": 0}
 TILES = APART | {"multi_gemm.APART": 0}
 COPIES = {"multi.wants_copy": lambda _: True, "multi_bwd.wants_copy": lambda _: True}
+MASKS = {"dropout.CACHED": 0}
+K_IN_PARTS = {"multi_gemm.h_config": lambda *_: HConfig(16, 16, 32, 4, 3, 3)}
 SHORT = {"multi_bwd.scale_config": lambda *_: ScaleConfig(32, 64, 128, 16, 4)}
 HALF, WHOLE = {"dtypes": ["fp16"]}, {"dtypes": ["fp16"], "whole": 8, "largest": 300}
 BY_POINTERS = {"fp8.fp8_config": lambda of, *_: POINTERS if of.M > LIMIT else None, "fp8.grouped_fp8": lambda *_: None}
@@ -83,6 +86,8 @@ WAYS = {
     "tiles": By("multi", "multi_gemm_pointer_kernel", TILES, {"tokens": 130}),
     "tiles by tma": By("multi", "multi_gemm_tma_kernel", TILES, WHOLE | {"tokens": 130, "ranks": (24, 72, 96)}, True),
     "copies of the dropped x": By("multi", "multi_drop_kernel", TILES | COPIES, {"tokens": 130}),
+    "x A^T in parts of K": By("multi", "multi_h_sum_kernel", TILES | K_IN_PARTS, {"tokens": 130}),
+    "masks of one layer": By("linear", "multi_h_kernel", MASKS, HALF | {"tokens": 130}, count=18),
     "sums in parts": By("multi", "multi_sum_kernel", TILES | SHORT, {"tokens": 130}),
     "experts by tma": By("experts", "multi_gemm_tma_kernel", {}, WHOLE | {"layouts": ("plain", "plain", "transposed")}, True),
     "mlps of experts by tma": By("experts_mlp", "multi_gemm_tma_kernel", {}, WHOLE, True),
@@ -165,10 +170,14 @@ FAULTS = [
     ("tiles by tma", "right, skip = tails, at", "right, skip = tails, 0"),
     ("tiles by tma", "acc = tl.where(keep_by_segments(keys, t, n, M), acc, 0.0)\n        acc = slabs(", "acc = slabs("),
     ("tiles", "acc = tl.where(keep_by_segments(keys, t, n, M), acc, 0.0)\n    x, w =", "x, w ="),
-    ("tiles", "t - begin, k0 + k), xt, 0.0)", "t, k0 + k), xt, 0.0)"),
+    ("tiles", "t - origin, k0 + k), xt, 0.0)", "t, k0 + k), xt, 0.0)"),
     ("tiles", "keep_rows(mask[0], mask[1], t - mask[2], q)", "keep_rows(mask[0], mask[1], t, q)"),
     ("copies of the dropped x", "1 / (1 - bank.p) if gain else 1.0", "1 / (1 - bank.p)"),
     ("copies of the dropped x", "bank._replace(order=None, seed=None)", "bank._replace(seed=None)"),
+    ("x A^T in parts of K", "range(0, tl.where(some, ends - begins, 0)", "range(0, tl.where(some, K - begins, 0)"),
+    ("x A^T in parts of K", "at + tl.cast(i, tl.int64) * M * R", "at + tl.cast(0, tl.int64) * M * R"),
+    ("masks of one layer", "masked=True, gain=1 / (1 - p)", "masked=True"),
+    ("masks of one layer", "scale *= gain", "scale *= 1.0"),
     ("apart", "key_of(bits, t - begin)", "key_of(bits, t)"),
     ("apart", "scale *= scale_of(seed, a, G)", "scale *= 1.0"),
     ("tiles by tma", "base = tl.load(route + ROUTE * at_row + 3) - steps_k", "base = -steps_k"),
