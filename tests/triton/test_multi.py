@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-import fdora
 from fdora.eager import multi as eager
 from fdora.functional import dora_stack
 from fdora.triton import multi
-from fdora.triton.runtime import walk
 from tests import device
 from tests.checks.multi import case, dy_of, places, together, truth, with_gradients
 from tests.close import rel_l2
@@ -171,10 +169,3 @@ def test_tokens_are_sorted_by_counting(dtype):
             offsets, order, place = multi.route(each, G)
             assert all(map(torch.equal, (offsets, order), eager.route(each, G)[:2])), (M, G)
             assert torch.equal(order[place], torch.arange(len(each), device=device.NAME))
-
-
-def test_the_kernels_are_what_the_backend_runs(chosen_anew):
-    t = drawn("few", HALF[0])
-    with fdora.backend("triton"):
-        together(t)
-    assert {p.name for p in walk._plans.values()} == {"dora_linear_multi forward", "norms of a bank"}
