@@ -212,6 +212,16 @@ def test_a_norm_costs_no_pass_of_its_own(tokens, dense):
     assert plan.results[-1][:3] == ("c0", (N,), (1,))
 
 
+def test_few_tokens_cost_one_pass_over_the_codes():
+    la, codes, coded = of_codes()
+    plan = plan_forward([alike(16, K, dtype=BF16), *la, *codes], HOPPER, 0.0, "lora", ("nothing",), True, *facts(coded))
+    shrink, step = plan.steps
+    assert (shrink.kernel.__name__, step.kernel.__name__) == ("shrink_kernel", "small_codes_kernel")
+    assert step.cost.flops16 == 2 * 16 * N * (K + R)
+    assert step.cost.bytes == STORED + 2 * 16 * (K + N + R) + 2 * N * R + 8 * 4 * 16 * R  # h comes in 8 parts
+    assert step.pdl == HOPPER.supports_pdl
+
+
 def test_rows_begin_where_tensor_descriptors_want_them():
     from fdora.triton.runtime.builder import Builder
 

@@ -7,20 +7,20 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
-from fdora._records import Operands
 from fdora.functional import dora_linear
 from fdora.quant import TABLES, Codes8, Lut4
 from fdora.quant.bnb import UNIT
 from fdora.triton import small
 from fdora.triton.codes import Coded, Ints, packed
+from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.lookup import PICKED, SCALED
-from fdora.triton.small import Out, reads, small_forward
+from fdora.triton.small import reads
 from fdora.triton.tiles.codes import CodesConfig, small_codes_config
 from tests import device
 from tests.triton.coded import weight_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_quant_norm import HALF, INTS, MODES, SCALES, every_pair, executed
-from tests.triton.written import FP32, HOPPER, alike, launches, likes_of_codes, plan_of
+from tests.triton.written import FP32, HOPPER, likes_of_codes
 
 # tiles: one slice and several; a table for each word, for each group and for several; K in parts, the last one shorter;
 # those of words on Hopper
@@ -81,52 +81,19 @@ def test_every_weight_is_that_of_a_dense_w(weight, chosen_anew, monkeypatch):
 # what needs no kernels
 
 
-def plan_for(coded, aligned=True):
-    """A forward on an H100; or None where no kernel takes W."""
-    codes, *rest = likes_of_codes(coded)
-    (N, K), read = coded.shape, []
-
-    def write(plan, x, A, B, *likes):
-        x, A, B, W = plan.matrix(x), plan.matrix(A), plan.matrix(B), packed(plan, likes, coded)
-        read.append(reads(W))
-        if read[0]:
-            out = Out(plan.result("y", (16, N), torch.bfloat16), None, None)
-            small_forward(plan, x, Operands(W, A, B, None, None, None, None), plan.scalar("s"), out)
-
-    plan = plan_of(
-        write, *(alike(*s, dtype=torch.bfloat16) for s in ((16, K), (16, K), (N, 16))), codes._replace(aligned=aligned), *rest
-    )
-    return plan if read[0] else None
+def is_read(shape, form, aligned=True):
+    codes, *rest = likes_of_codes(Coded(shape, form))
+    return reads(packed(Builder("a test", HOPPER), [codes._replace(aligned=aligned), *rest], Coded(shape, form)))
 
 
 def test_what_no_kernel_takes():
     """Groups that are no words or no powers of two, that go on in the next row, rows that are no words, codes anywhere."""
-    form = Lut4("nf4", True, 64, "nested", "flat")
-    assert plan_for(Coded((64, 128), form))
-    for shape, change in (
-        ((64, 96), {}),
-        ((64, 132), {"layout": "row"}),
-        ((64, 192), {"group": 96}),
-        ((64, 128), {"group": 4}),
-    ):
-        assert plan_for(Coded(shape, form._replace(**change))) is None
-    assert plan_for(Coded((64, 96), form._replace(layout="row"))) and plan_for(Coded((64, 128), form), aligned=False) is None
-    hqq = Ints("hqq torch.bfloat16", 4, 2)
-    assert plan_for(Coded((64, 128), hqq)) and plan_for(Coded((64, 128), hqq), aligned=False) is None
-    assert plan_for(Coded((64, 126), hqq)) is None
-
-
-def test_a_plan_says_what_it_costs():
-    """W once, as codes."""
-    N, K = 4096, 2048
-    shrink, (step,) = (
-        launches(plan := plan_for(Coded((N, K), Lut4("nf4", True, 64, "nested", "flat"))), "shrink"),
-        launches(plan, "small"),
-    )
-    groups, parts = N * K // 64, 8
-    assert step.cost.flops16 == 2 * 16 * N * (K + 16) and len(shrink) == 1
-    assert step.cost.bytes == N * K // 2 + groups + 4 * groups // 256 + 2 * 16 * (K + N + N) + 4 * parts * 16 * 16
-    assert plan.device == HOPPER and step.pdl == HOPPER.supports_pdl
+    form, hqq = Lut4("nf4", True, 64, "nested", "flat"), Ints("hqq torch.bfloat16", 4, 2)
+    assert is_read((64, 128), form) and not is_read((64, 128), form, aligned=False)
+    assert not is_read((64, 96), form) and is_read((64, 96), form._replace(layout="row"))
+    assert not is_read((64, 132), form._replace(layout="row")) and not is_read((64, 192), form._replace(group=96))
+    assert not is_read((64, 128), form._replace(group=4))
+    assert is_read((64, 128), hqq) and not is_read((64, 128), hqq, aligned=False) and not is_read((64, 126), hqq)
 
 
 FORMATS = (4, ""), (8, ""), (8, "hqq torch.bfloat16"), (8, "gptq"), (8, "awq")
