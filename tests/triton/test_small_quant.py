@@ -1,5 +1,6 @@
 """Few tokens straight from codes, against float64 products of the weights rounded once; interpreted, or with --device cuda."""
 
+import re
 from itertools import product
 
 import pytest
@@ -22,12 +23,16 @@ from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_quant_norm import HALF, INTS, MODES, SCALES, every_pair, executed
 from tests.triton.written import FP32, HOPPER, likes_of_codes
 
-# tiles: one slice and several; a table for each word, for each group and for several; K in parts, the last one shorter;
-# those of words on Hopper
-ROWS = [CodesConfig(16, 128, 2, 2, 2), CodesConfig(32, 256, 1, 4, 2), CodesConfig(16, 128, 1, 2, 2, 2)]
-ROWS += [CodesConfig(64, 128, 1, 4, 2), CodesConfig(128, 64, 1, 4, 2, 2)]
-COLUMNS = [CodesConfig(64, 16, 2, 2, 2), CodesConfig(256, 16, 1, 4, 2), CodesConfig(64, 16, 1, 2, 2, 2)]
-COLUMNS += [CodesConfig(512, 16, 1, 4, 2, 2), CodesConfig(64, 32, 1, 4, 2)]
+# tokens and tiles: one slice and several; a table for each word, for each group and for several; K in parts, the last one shorter
+ROWS = CodesConfig(16, 128, 2, 2, 2), CodesConfig(32, 256, 1, 4, 2), CodesConfig(16, 128, 1, 2, 2, 2)
+COLUMNS = CodesConfig(64, 16, 2, 2, 2), CodesConfig(256, 16, 1, 4, 2), CodesConfig(64, 16, 1, 2, 2, 2)
+FOURS = [*zip((64, 17, 5), ROWS, COLUMNS, strict=True), (40, ROWS[1], CodesConfig(512, 16, 1, 4, 2, 2))]
+OTHERS = [(64, ROWS[0], COLUMNS[0]), (17, ROWS[2], COLUMNS[2])]
+WORDS = {  # those of Hopper
+    "hqq": [CodesConfig(64, 128, 1, 4, 2), CodesConfig(32, 64, 1, 4, 2, 2)],  # two groups, and columns of both halves
+    "gptq": [CodesConfig(128, 64, 1, 4, 2, 2)],
+    "awq": [CodesConfig(256, 32, 1, 4, 2, 2)],
+}
 # N, K and a group: of several words, of one, of a row that ends within one, as wide as several tiles
 SHAPES = ((32, 256, 64, "flat"), (40, 136, 8, "flat"), (24, 360, 32, "row"), (24, 512, 512, "flat"))
 EIGHT = (("int8", 1.0), ("int8", UNIT), ("e4m3", 1.0))
@@ -42,10 +47,17 @@ WEIGHTS += [
 ]
 
 
-def one_hot(n):
-    """64 rows that are 1 in one of n places each, the last among them."""
-    places = torch.randint(n, (64,))
-    places[5] = n - 1
+def tiles_for(form):
+    if isinstance(form, Lut4):
+        return FOURS
+    words = WORDS[re.split(r"\W", form.code)[0]] if isinstance(form, Ints) and form.bits == 4 else []
+    return [*OTHERS, *((3, rows, COLUMNS[2]) for rows in words)]
+
+
+def one_hot(M, n):
+    """M rows that are 1 in one of n places each, the last among them."""
+    places = torch.randint(n, (M,))
+    places[2] = n - 1
     return torch.eye(n, device=device.NAME, dtype=HALF)[places]
 
 
@@ -62,20 +74,20 @@ def test_every_weight_is_that_of_a_dense_w(weight, chosen_anew, monkeypatch):
     A, B, g = (torch.zeros(shape, device=device.NAME) for shape in ((8, K), (N, 8), (N,)))
     g += 1
 
-    def assert_same(rows, columns):
+    def assert_same(M, rows, columns):
         chosen_anew.clear()
         monkeypatch.setattr(small, "small_codes_config", lambda *of: columns if of[4] else rows)
         dense = W.dequantize(HALF).double()
-        x, dy = one_hot(K).requires_grad_(), one_hot(N)
+        x, dy = one_hot(M, K).requires_grad_(), one_hot(M, N)
         y = dora_linear(x, W, A, B, g, s=1.0, norm=g, backend="triton")
         assert_equal(y, x.double() @ dense.T)
         assert_equal(torch.autograd.grad(y, x, dy)[0], dy.double() @ dense)
 
-    for rows, columns in zip(ROWS, COLUMNS, strict=True):
-        assert_same(rows, columns)
+    for tiles in tiles_for(weight[0]):
+        assert_same(*tiles)
     if W.tensors[1].dtype == FP32:
         W.tensors[1].view(-1)[-1] = float("nan")
-        assert_same(ROWS[0], COLUMNS[0])
+        assert_same(64, ROWS[0], COLUMNS[0])
 
 
 # what needs no kernels
