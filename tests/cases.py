@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from optree import tree_leaves
 from torch import Tensor
 
 from fdora.autograd.norm import smallest_bytes_of
@@ -52,6 +53,8 @@ from fdora.functional import (
     dora_mlp,
     dora_norm,
     dora_norm_state,
+    dora_norm_tree,
+    dora_norm_tree_state,
     dora_scale,
     dora_unmerge,
 )
@@ -108,7 +111,9 @@ class Options(NamedTuple):
     kinds: Sequence[str] = ()  # of KINDS, all where empty
     tokens: int = 0  # of any number where 0
     dropout: bool = True
+    empty: float = 0.0  # how likely a size is 0, where it may be
     codes: bool = False  # every weight that may be quantised is
+    weight: Callable[[int, int, torch.dtype], QuantWeight | None] | None = None  # draws the codes of such a weight
     layouts: Sequence[str] = ()  # all of LAYOUTS where empty
     # Every W is of e4m3 codes and multiplied as such, if all may be; of its block, M, N and K: whether x and dz are rounded then.
     rounds: Callable[[object, int, int, int], tuple[bool, bool]] | None = None
@@ -139,6 +144,7 @@ class Draw:
         most, u = most or self.options.largest, self.random.random()
         if self.options.whole:
             return self.options.whole * self.random.randint(1, most // self.options.whole)
+        zero = max(zero, self.options.empty) if zero else 0.0
         if u < zero:
             return 0
         if u < zero + 0.08:
@@ -332,6 +338,8 @@ def coded(d: Draw, N: int, K: int) -> dict | None:
         return None
     if d.options.rounds:
         return {"kind": "fp8", "block": d.of("row", None, (128, 128), (64, 256))}
+    if d.options.weight:
+        return {}
     kind = d.of(*QUANTISED)
     how = {"kind": kind.split()[0], **QUANTISED[kind]}
     if how["kind"] in ("nf4", "fp4"):
@@ -339,6 +347,13 @@ def coded(d: Draw, N: int, K: int) -> dict | None:
     if how["kind"] in ("int8", "fp8"):
         how["block"] = d.of("row", None, (16, 48), (128, 128))
     return None if how["kind"] in ("mxfp4", "nvfp4") and K % 2 else how
+
+
+def encoded(d: Draw, W: Tensor, code: dict | None, dtype: torch.dtype) -> QuantWeight | None:
+    """Codes of W, or codes that have nothing to do with it."""
+    if code is None:
+        return None
+    return quantize(W, **code, dtype=dtype) if d.options.weight is None else d.options.weight(*W.shape, dtype)
 
 
 def asked(d: Draw, codes: Sequence[dict | None]) -> dict:
@@ -366,7 +381,7 @@ def adapted(
     float16 holds."""
     *values, m = weights(e, N, K, r, s, kind)
     t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in zip("WAB", values, strict=True)}
-    codes = None if code is None else quantize(t["W"], **code, dtype=dtypes["W"])
+    codes = encoded(e, t["W"], code, dtypes["W"])
     if codes is not None:
         t["W"] = codes.dequantize(torch.float32)
     c = reference.norm(t["W"], t["A"], t["B"], s)
@@ -589,7 +604,7 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     def one(e: Draw) -> Problem:
         values = dict(zip("WAB", weights(e, N, K, r, s, kind), strict=False))
         t = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in values.items()}
-        codes = None if code is None else quantize(t["W"], **code, dtype=dtype)
+        codes = encoded(e, t["W"], code, dtype)
         if codes is not None:
             t["W"] = codes.dequantize(torch.float32)
         # An expanded A flipped has the same bits, which a state reuses, but other strides, and so perhaps another last bit.
@@ -646,6 +661,61 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
             same=((0, 1), (0, 3), (2, 4)) if how == "state" else (),
         )
         return problem
+
+    return one
+
+
+def norm_tree(d: Draw) -> Callable[[Draw], Problem]:
+    """Norms of several layers at once, of any sizes, dtypes and codes; by a state, once more of those whose B is another one."""
+    fixed = []
+    for _ in range(d.of(1, 3, 8)):
+        (N, K), dtype, kind = d.sizes(2, zero=0.05), d.dtype(), d.of("plain", "start", "zero_rows", "cancelling", "nan_row")
+        dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
+        code = None if kind == "nan_row" else coded(d, N, K)
+        fixed.append((N, K, d.rank(), d.scaling(), kind, dtypes, layouts, code))
+    count, one_s = len(fixed), d.of(None, d.scaling())
+    s = [s if one_s is None else one_s for _, _, _, s, *_ in fixed]
+
+    def nested(leaves: list) -> list:
+        return [leaves[0], leaves[1:3], {"more": leaves[3:]}]
+
+    def one(e: Draw) -> Problem:
+        t, weights_of = {}, []
+        for i, (N, K, r, _, kind, dtypes, layouts, code) in enumerate(fixed):
+            values = dict(zip("WAB", weights(e, N, K, r, s[i], kind), strict=False))
+            own = {n: e.lay(v, dtypes[n], layouts[n]) for n, v in values.items()}
+            weights_of.append(encoded(e, own["W"], code, dtypes["W"]))
+            own["W"] = own["W"] if weights_of[i] is None else weights_of[i].dequantize(torch.float32)
+            t |= {f"{n}{i}": v for n, v in own.items()}
+        changed = [i for i, (N, K, *_) in enumerate(fixed) if N * K and e.chance(0.4)]
+        t |= {f"C{i}": t[f"B{i}"] + 1 for i in changed}
+
+        def call(t: Tensors) -> list[Tensor]:
+            W = nested([t[f"W{i}"] if q is None else q for i, q in enumerate(weights_of)])
+            before = [(t[f"A{i}"], t[f"B{i}"]) for i in range(count)]
+            after = [(A, t[f"C{i}"]) if i in changed else (A, B) for i, (A, B) in enumerate(before)]
+            how = {"s": nested(s) if one_s is None else one_s, "backend": d.backend}
+            state = dora_norm_tree(W, nested(before), state=dora_norm_tree_state(W), **how)
+            kept = state._replace(buffers=tuple(torch.full_like(b, -7) for b in state.buffers))
+            again = tree_leaves(dora_norm_tree(W, nested(after), state=kept, **how).c)
+            if any((c != -7).any() for i, c in enumerate(again) if i not in changed):
+                raise Wrong("a norm was computed though nothing changed")
+            now = [again[i] for i in changed]
+            wide = [torch.promote_types(dtypes["W"], torch.float32) for *_, dtypes, _, _ in fixed]
+            if [c.dtype for c in again] != wide:
+                raise Wrong(f"dtypes {[c.dtype for c in again]}, wanted {wide}")
+            return [*tree_leaves(dora_norm_tree(W, nested(before), **how)), *tree_leaves(state.c), *now]
+
+        def norms(t: Tensors, f: Callable) -> list[Tensor]:
+            each = [("B", i) for i in range(count)] * 2 + [("C", i) for i in changed]
+            return [f(t[f"W{i}"], t[f"A{i}"], t[f"{B}{i}"], s[i]) for B, i in each]
+
+        def size(t: Tensors, p: int) -> list[Tensor]:
+            wide = {n: v ** (1 / p) for n, v in t.items()}
+            return [v**p for v in norms(wide, lambda W, A, B, s: reference.norm(W, A, B, abs(s)))]
+
+        same = [(i, count + i) for i in range(count)]
+        return Problem(t, call, lambda t: norms(t, reference.norm), size, same=same)
 
     return one
 
@@ -863,7 +933,7 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
         if kind == "zero_rows":
             values["W"][..., ::2, :] = values["B"][:, ::2] = 0
         t, code = {n: e.lay(values[n], dtypes[n], layouts[n]) for n in dtypes if n != "m"}, codes[i]
-        q = None if code is None else quantize(t["W"].reshape(-1, K), **code, dtype=dtype)
+        q = encoded(e, t["W"].flatten(0, -2), code, dtype)
         if q is not None:
             t["W"] = q.dequantize(torch.float32).view(*lead, N, K)
         c = torch.stack([reference.norm(*(of_adapter(t[n], n, g) for n in "WAB"), s[g]) for g in range(G)])
@@ -1050,13 +1120,27 @@ def conv(d: Draw) -> Callable[[Draw], Problem]:
     return one
 
 
-FUNCTIONS = {f.__name__: f for f in (linear, group, mlp, norm, base_sqnorm, scale, init, merge, experts_mlp, embedding, conv)}
+FUNCTIONS = {
+    f.__name__: f for f in (linear, group, mlp, norm, norm_tree, base_sqnorm, scale, init, merge, experts_mlp, embedding, conv)
+}
 FUNCTIONS |= {"compose": partial(composed, delta=False), "delta": partial(composed, delta=True)}
 FUNCTIONS |= {"unmerge": partial(merge, back=True), "multi": partial(many, own=False), "experts": partial(many, own=True)}
 # the public functions that these call
 CALLS = [name for name in globals() if name.startswith("dora_")]
 ORDER = ("linear", "group", "mlp", "norm", "linear", "merge", "compose", "group", "mlp", "norm", "linear", "unmerge", "delta")
-ORDER += ("base_sqnorm", "linear", "scale", "init", "multi", "embedding", "experts", "conv", "multi", "experts_mlp")
+ORDER += (
+    "norm_tree",
+    "base_sqnorm",
+    "linear",
+    "scale",
+    "init",
+    "multi",
+    "embedding",
+    "experts",
+    "conv",
+    "multi",
+    "experts_mlp",
+)
 
 
 # running and judging

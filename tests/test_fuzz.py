@@ -26,9 +26,9 @@ def failures(text, capsys):
 
 def test_the_product_is_right(tmp_path, capsys):
     path, count = tmp_path / "fuzz.json", 2 * len(cases.ORDER)
-    fuzz.main([*f"{FEW}1-{count} --seed 6 --json".split(), str(path)])
+    fuzz.main([*f"{FEW}1-{count} --seed 7 --json".split(), str(path)])
     result = json.loads(path.read_text())
-    assert result["failures"] == [] and result["cases"] == count and result["about"]["seed"] == 6
+    assert result["failures"] == [] and result["cases"] == count and result["about"]["seed"] == 7
     assert set(result["rounds"]) == set(cases.FUNCTIONS) and sum(result["rounds"].values()) == cases.ROUNDS * count
     assert all(0 < share <= 1 for share in result["share_of_budget"].values())
     assert f"{count} cases, {cases.ROUNDS * count} rounds in " in capsys.readouterr().out

@@ -20,7 +20,7 @@ COUNTS = {
     "unmerge": 4,
     "compose": 8,
 }
-COUNTS |= {"delta": 4, "embedding": 8, "conv": 3, "base_sqnorm": 3}
+COUNTS |= {"delta": 4, "embedding": 8, "conv": 3, "base_sqnorm": 3, "norm_tree": 8}
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -1,15 +1,15 @@
 """Kernels for many adapters on one W: against float64 code that knows each token's adapter, and against calls of their own."""
 
+from functools import partial
+
 import pytest
 import torch
 
-import fdora
 from fdora.eager import multi as eager
 from fdora.functional import dora_stack
 from fdora.triton import multi
-from fdora.triton.runtime import walk
 from tests import device
-from tests.checks.multi import case, dy_of, places, together, truth, with_gradients
+from tests.checks.multi import case, dy_of, no_stranger_hears, together, truth, with_gradients
 from tests.close import rel_l2
 from tests.triton.marks import HALF, INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.written import kernels
@@ -64,40 +64,11 @@ def tiles(monkeypatch, apart):
     ids=str,
 )
 def test_strangers_stay_strangers(shape, how, request):
-    """What is not finite in one adapter, or in a token of one, reaches nobody else's tokens and no other gradient."""
     for fixture in map(request.getfixturevalue, how):
         fixture and fixture()
     shape, _, route = shape.partition(" ")
-    healthy = drawn(shape, HALF[0], route=route or "offsets", bias=False)
-    want, well = (
-        with_gradients(lambda t: together(t, backend="triton"), healthy, dy_of(healthy)),
-        torch.cat(places(healthy)[1:]),
-    )
-    for bad, what in zip(map(float, ("nan", "inf", "nan", "inf", "nan")), ("A", "B", "m", "x", "dy"), strict=True):
-        t = drawn(shape, HALF[0], route=route or "offsets", bias=False)
-        dy = dy_of(t)
-        if what in ("x", "dy"):
-            (t.x if what == "x" else dy)[places(t)[0][1]] = bad
-        else:
-            getattr(t.adapters[0], what).fill_(bad)
-        got = with_gradients(lambda t: together(t, backend="triton"), t, dy)
-        assert torch.equal(got["y"][well], want["y"][well]) and torch.equal(got["x"][well], want["x"][well]), (bad, what)
-        assert all(torch.equal(got[n], want[n]) for n in ("A1", "B1", "m1", "A2", "B2", "m2")), (bad, what)
-
-
-@pytest.mark.parametrize("max_bytes", [None, 20_000, 5_000])
-def test_norms_of_a_bank(max_bytes, chosen_anew):
-    for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
-        for N, K, ranks in ((150, 140, (20, 3, 16)), (256, 128, (16, 16))):
-            t = case((1,) * len(ranks), 0, N, K, ranks, S[: len(ranks)], dtype, adapter)
-            A, B, _ = dora_stack(t.adapters)
-            s = torch.tensor(t.s, device=device.NAME)
-            for given in (None, ranks):
-                B = B.to(dtype) if given else B  # beside a float32 A
-                c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
-                want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
-                assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
-    assert max_bytes is None or all(0 < plan.workspace <= max_bytes for plan in chosen_anew.values())
+    faults = zip(("nan", "inf", "nan", "inf", "nan"), ("A", "B", "m", "x", "dy"), strict=True)
+    no_stranger_hears(partial(drawn, shape, HALF[0], route=route or "offsets", bias=False), 0, faults, "triton")
 
 
 @pytest.fixture
@@ -105,16 +76,27 @@ def short_strips(monkeypatch):
     monkeypatch.setattr("fdora.triton.multi_norm.span_of", lambda *_: 128)
 
 
-@pytest.mark.parametrize("G", [1, 2, 4, 5])
-def test_norms_by_strips(G, chosen_anew, short_strips):
-    """Adapters beside each other, and one too many; several strips along K, the last one shorter; whole tiles, and masks."""
-    for N, K, r in ((128, 320, 16), (70, 300, 20)):
-        t = case((1,) * G, 0, N, K, (r,) * G, (*S, 0.5)[:G], HALF[0], HALF[0])
-        A, B, _ = dora_stack(t.adapters)
-        s = torch.tensor(t.s, device=device.NAME)
-        c = multi.bank_norm(t.W, A, B, s, None)
-        assert rel_l2(c, eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), None)) < 1e-6, (N, K, r)
-    assert all(kernels(plan)["strip_norm_kernel"] == 1 for plan in chosen_anew.values())
+# adapters beside each other in strips, and one too many; several strips along K, the last one shorter; whole tiles, and masks
+BANKS = [(150, 140, (20, 3, 16)), (256, 128, (16, 16)), (128, 320, (16,)), (70, 300, (20,) * 4), (70, 300, (20,) * 5)]
+
+
+@pytest.mark.parametrize(("way", "max_bytes"), [(None, None), (None, 20_000), (None, 5_000), ("short_strips", None)])
+def test_norms_of_a_bank(way, max_bytes, chosen_anew, request):
+    way and request.getfixturevalue(way)
+    for dtype, adapter in ((HALF[0], HALF[0]), (HALF[0], torch.float32), (torch.float32, torch.float32)):
+        for N, K, ranks in BANKS[:2] if max_bytes else BANKS:
+            G = len(ranks)
+            t = case((1,) * G, 0, N, K, ranks, (*S, 0.5)[:G], dtype, adapter)
+            A, B, _ = dora_stack(t.adapters)
+            s = torch.tensor(t.s, device=device.NAME)
+            for given in (None, ranks):
+                B = B.to(dtype) if given else B  # beside a float32 A
+                c = multi.bank_norm(t.W, A, B, s, given, max_bytes)
+                want = eager.bank_norm(t.W.double(), A.double(), B.double(), s.double(), given)
+                assert rel_l2(c, want) < 1e-6, (dtype, adapter, N, given)
+    plans = chosen_anew.values()
+    assert max_bytes is None or all(0 < plan.workspace <= max_bytes for plan in plans)
+    assert way is None or sum(kernels(plan)["strip_norm_kernel"] for plan in plans) >= len(BANKS)
 
 
 @pytest.mark.parametrize("ranks", [None, (16, 9)])
@@ -171,10 +153,3 @@ def test_tokens_are_sorted_by_counting(dtype):
             offsets, order, place = multi.route(each, G)
             assert all(map(torch.equal, (offsets, order), eager.route(each, G)[:2])), (M, G)
             assert torch.equal(order[place], torch.arange(len(each), device=device.NAME))
-
-
-def test_the_kernels_are_what_the_backend_runs(chosen_anew):
-    t = drawn("few", HALF[0])
-    with fdora.backend("triton"):
-        together(t)
-    assert {p.name for p in walk._plans.values()} == {"dora_linear_multi forward", "norms of a bank"}

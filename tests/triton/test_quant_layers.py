@@ -1,6 +1,7 @@
 """Layers of quantised weights whose plans read the codes: the same bits as with the dense weight, which nobody makes before."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
-from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, dora_norm
+from fdora.functional import dora_linear, dora_norm
 from fdora.quant import Codes8, Lut4, QuantWeight, lut4
 from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
@@ -19,11 +20,13 @@ from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.runtime import walk
 from fdora.triton.small import LIMIT
 from tests import device
+from tests.cases import run_case, usual
 from tests.close import rel_l2
 from tests.functional import test_quant as of_functions
-from tests.quant.make import CASES, QUANTISED, awq, gptq, hqq
+from tests.quant.make import CASES
+from tests.triton.coded import weight_of
 from tests.triton.marks import INTERPRETED, needs_kernels
-from tests.triton.written import HOPPER, alike, kernels, layer, likes_of_codes, plan_dense
+from tests.triton.written import HOPPER, alike, ints_of_codes, kernels, layer, likes_of_codes, plan_dense
 
 HALF, FP32 = torch.float16, torch.float32
 S = 0.7
@@ -46,19 +49,7 @@ def undecoded(monkeypatch):
     monkeypatch.setattr(QuantWeight, "dequantize", refuse)
 
 
-PACKED = {
-    "hqq": lambda n, k: hqq(4, 1, n, k, 32, HALF)[0],
-    "gptq": lambda n, k: gptq(act_order=False, N=n, K=k, group=32)[0],
-    "gptq reordered": lambda n, k: gptq(N=n, K=k, group=32)[0],
-    "awq": lambda n, k: awq(n, k, 32)[0],
-}
-
-
 def weight(name, n=48, k=96, dtype=HALF, seed=0):
-    if name in PACKED:
-        W = PACKED[name](n, k)
-        small = [t / 64 if key in ("scales", "scale") else t for key, t in W.named().items()]
-        return replace(W, tensors=tuple(small), dtype=dtype)
     return of_functions.weight(name, n, k, dtype, seed).to(device.NAME)
 
 
@@ -74,52 +65,6 @@ def adapter(W, r=4, seed=1):
 def x_of(M, k=96, dtype=HALF):
     g = torch.Generator().manual_seed(2)
     return torch.randn(M, k, generator=g).to(device.NAME, dtype).requires_grad_()
-
-
-def gradients(ys, leaves):
-    """Of a loss that every output enters."""
-    ys = ys if isinstance(ys, tuple) else (ys,)
-    loss = sum((i * y.float()).square().sum() for i, y in enumerate(ys, 1))
-    return [*(y.detach() for y in ys), *torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])]
-
-
-def both(call, weights, leaves, refused):
-    """Results and gradients with the codes, which only kernels may decode, and with the dense weights."""
-    # in rows: a product of GPTQ's columns would be another sum
-    dense = [W.dequantize(leaves[0].dtype).contiguous() if isinstance(W, QuantWeight) else W for W in weights]
-    with pytest.MonkeyPatch.context() as patch:
-        if refused:
-            patch.setattr(QuantWeight, "dequantize", lambda *_, **__: pytest.fail("decoded in torch"))
-        got = gradients(call(*weights), leaves)
-    return got, gradients(call(*dense), leaves)
-
-
-def assert_equal(results):
-    got, want = results
-    assert len(got) == len(want) and all(map(torch.equal, got, want))
-    assert all(t.abs().sum() > 0 for t in got)
-
-
-def assert_outputs_equal(results, outputs=1):
-    """To the bit what comes first; the gradients as rounded, of g W where a dense weight's are of g dy."""
-    got, want = results
-    assert_equal((got[:outputs], want[:outputs]))
-    assert_rounded(results)
-
-
-def assert_same_norm(got, want):
-    """To the bit where tiles with and without the dense W are the same, as interpreted; on Hopper they are others.
-
-    There c is apart by the order of a float32 sum, 1e-6 at most, so that one number in 500 is rounded to its other neighbour: sqrt(1 / 500)
-    of eps is 4e-5, and gradients round a few times.
-    """
-    assert all(torch.equal(a, b) if INTERPRETED else rel_l2(a, b) < 2e-4 for a, b in zip(got, want, strict=True))
-
-
-def assert_rounded(results):
-    """Each side rounds two or three times, by 0.29 eps on average: sqrt(5) of that is 0.65 eps, 4.8e-4 here at most."""
-    got, want = results
-    assert len(got) == len(want) and all(rel_l2(a, b) < EPS for a, b in zip(got, want, strict=True))
 
 
 @needs_kernels
@@ -139,47 +84,25 @@ def test_dense_to_the_bit(name):
 
 
 @needs_kernels
-@pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("name", [*QUANTISED, *PACKED])
-def test_a_layer(name, tokens):
-    W, x = weight(name), x_of(tokens)
-    A, B, m = adapter(W)
-    c, bias = dora_norm(W, A, B, s=S), (torch.randn(48, device=device.NAME) if name == "fp8" else None)
-    # few tokens of codes keep the value before g; a dense weight would keep the output
-    results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c, bias=bias, keep_inner=True), [W], [x, A, B, m], True)
-    # few tokens read the codes themselves, in sums of another order
-    (assert_outputs_equal if tokens == MANY else assert_rounded)(results)
-    agree = assert_equal if tokens == MANY else assert_rounded
-    with torch.no_grad():
-        dense = W.dequantize().contiguous()
-        agree(([dora_linear(x, W, A, B, m, s=S, norm=c)], [dora_linear(x, dense, A, B, m, s=S, norm=c)]))
+@pytest.mark.parametrize("form", ints_of_codes(), ids=str)
+def test_layers_of_packed_integers(form):
+    """On one x, few tokens and many. Of rows without a magnitude products are formed again, from the codes."""
+    form = form._replace(group=8, code=form.code.replace("bfloat16", "float16"))
+    drawn = usual(device.NAME, "triton")._replace(dtypes=["fp16"], whole=8, largest=48, codes=True, kinds=("zero_m",))
+    for tokens in (FEW, MANY):
+        run_case("group", f"{form} {tokens}", drawn._replace(tokens=tokens, weight=partial(weight_of, form)))
 
 
 @needs_kernels
-def test_autocast():
+def test_autocast(undecoded):
     W = weight("nf4 nested", n=45, dtype=FP32)
     x, (A, B, m) = x_of(MANY, dtype=FP32), adapter(W)
-    c = dora_norm(W, A, B, s=S)
+    dense, c = formats.kind_of(W.kind).dequantize(W, 0, 45), dora_norm(W, A, B, s=S)
     with torch.autocast(x.device.type, HALF):
-        assert_outputs_equal(both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), [W], [x, A, B, m], True))
-
-
-@needs_kernels
-@pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize(("name", "need_x"), [("nf4 nested", False), ("nf4 nested", True), ("awq", False), ("awq", True)])
-def test_rows_with_no_magnitude_have_their_gradient(name, need_x, tokens, undecoded):
-    """y is 0 there: their products are formed again, from the codes."""
-    W, x = weight(name), x_of(tokens).detach().requires_grad_(need_x)
-    A, B, m = adapter(W)
-    m = m.detach()
-    m[3] = m[7] = 0
-    m.requires_grad_()
-    y = dora_linear(x, W, A, B, m, s=S)
-    dy = torch.randn(y.shape, device=y.device).to(HALF)
-    (dm,) = torch.autograd.grad(y, m, dy)
-    V = x.detach().double() @ (formats.kind_of(W.kind).dequantize(W, 0, 48).double() + S * B.double() @ A.double()).detach().T
-    want = (dy.double() * V).sum(0) / dora_norm(W, A, B, s=S).double()
-    assert rel_l2(dm[[3, 7]], want[[3, 7]]) < EPS and rel_l2(dm, want) < EPS
+        ys = [dora_linear(x, w, A, B, m, s=S, norm=c) for w in (W, dense)]
+    assert torch.equal(*ys) and ys[0].dtype == HALF
+    (got, want) = (torch.autograd.grad(y.float().square().sum(), [x, A, B, m]) for y in ys)
+    assert all(rel_l2(a, b) < EPS for a, b in zip(got, want, strict=True))  # of g W where a dense weight's are of g dy
 
 
 @needs_kernels
@@ -202,59 +125,6 @@ def test_gradients_are_no_further_from_the_truth_than_those_of_the_dense_weight(
     )
     for name, ours, dense, want in zip("xABm", got, naive, truth, strict=True):
         assert rel_l2(ours, want) <= (1.01 if name == "m" else 0.9) * rel_l2(dense, want), f"d{name}"
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The plans that run, of any facade."""
-    from fdora.triton import linear, mlp, norm_kept
-    from fdora.triton.runtime import walk
-
-    found = []
-    for module in (linear, mlp, norm_kept, walk):
-        run = module.run
-        monkeypatch.setattr(module, "run", lambda plan, *args, run=run: found.append(plan) or run(plan, *args))
-    return found
-
-
-@needs_kernels
-@pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("name", QUANTISED)
-def test_the_norm_comes_with_the_dense_weight(name, tokens, ran):
-    """That of dora_norm, out of the pass that decodes W: one plan for each direction."""
-    W, x = weight(name), x_of(tokens)
-    A, B, m = adapter(W)
-    if name == "int8":
-        A, B = (t.detach().half().requires_grad_() for t in (A, B))
-    ran.clear()
-    got = gradients(dora_linear(x, W, A, B, m, s=S), [x, A, B, m])
-    forward, backward = ran
-    assert forward.name == "dora_linear forward" and backward.name == "dora_linear backward"
-    assert forward.results[-1][:2] == ("c0", (48,)) and "dequantize" not in str(kernels(forward))
-    c = dora_norm(W, A, B, s=S)
-    want = gradients(dora_linear(x, W, A, B, m, s=S, norm=c), [x, A, B, m])
-    assert_same_norm(got, want)
-    with torch.no_grad():
-        assert torch.equal(dora_linear(x, W, A, B, m, s=S), got[0])
-
-
-@needs_kernels
-def test_compiled_whole(undecoded):
-    """A group and an MLP; of other shapes the second time, which a compiler takes for variables."""
-    torch._dynamo.reset()
-
-    def f(x, q, v, p, gate, up, down, of_mlp):
-        y, z = dora_linear_group(x, [DoraLayer(q, *p, S), DoraLayer(v)])
-        return y, z, dora_mlp(y, *(DoraLayer(W, *each, S) for W, each in zip((gate, up, down), of_mlp, strict=True)))
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    for n, name in ((48, "nf4 nested"), (64, "fp8 row")):
-        q, v = weight(name, n), weight("int8", 32)
-        gate, up, down = weight(name, 32, n), weight("mxfp4", 32, 64) if n == 64 else weight("nf4", 32, n), weight(name, n, 32)
-        p, of_mlp, x = adapter(q), [adapter(W) for W in (gate, up, down)], x_of(MANY)
-        leaves = [x, *p, *(t for each in of_mlp for t in each)]
-        results = [gradients(call(x, q, v, p, gate, up, down, of_mlp), leaves) for call in (compiled, f)]
-        assert all(rel_l2(got, want) < 2e-3 for got, want in zip(*results, strict=True))
 
 
 @needs_kernels
@@ -329,15 +199,27 @@ def test_a_backward_writes_nothing_as_large_as_y(n):
     assert 2 * n * K <= plan.workspace < 2 * n * K + 2 * M * n / 4 and "for dz" not in plan.path
 
 
-def test_a_norm_costs_no_pass_of_its_own():
+@pytest.mark.parametrize(("tokens", "dense"), [(16, 0), (512, DENSE)])
+def test_a_norm_costs_no_pass_of_its_own(tokens, dense):
+    """Of many tokens it comes with the dense W; of few there is none."""
     la, codes, coded = of_codes()
     la[4] = None
-    x = alike(512, K, dtype=BF16)
+    x = alike(tokens, K, dtype=BF16)
     plan = plan_forward([x, *la, *codes], HOPPER, 0.0, "lora", ("output",), True, *facts(coded))
     first, second, *_ = plan.steps
-    assert (first.kernel.__name__, second.kernel.__name__) == ("quant_kernel", "sum_kernel")
-    assert STORED + DENSE < first.cost.bytes < 1.04 * (STORED + DENSE) and "dequantize_kernel" not in kernels(plan)
+    assert (first.kernel.__name__[:5], second.kernel.__name__) == ("quant", "sum_kernel")
+    assert 0 < first.cost.bytes - STORED - dense < 0.04 * (STORED + DENSE) and "dequantize_kernel" not in kernels(plan)
     assert plan.results[-1][:3] == ("c0", (N,), (1,))
+
+
+def test_few_tokens_cost_one_pass_over_the_codes():
+    la, codes, coded = of_codes()
+    plan = plan_forward([alike(16, K, dtype=BF16), *la, *codes], HOPPER, 0.0, "lora", ("nothing",), True, *facts(coded))
+    shrink, step = plan.steps
+    assert (shrink.kernel.__name__, step.kernel.__name__) == ("shrink_kernel", "small_codes_kernel")
+    assert step.cost.flops16 == 2 * 16 * N * (K + R)
+    assert step.cost.bytes == STORED + 2 * 16 * (K + N + R) + 2 * N * R + 8 * 4 * 16 * R  # h comes in 8 parts
+    assert step.pdl == HOPPER.supports_pdl
 
 
 def test_rows_begin_where_tensor_descriptors_want_them():

@@ -3,7 +3,6 @@
 import re
 import struct
 from itertools import cycle, product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,67 +11,32 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.quant import TABLES, Codes8, Lut4, QuantWeight
 from fdora.quant.bnb import UNIT
-from fdora.triton.codes import Coded, coded_of, is_decoded, tensors_of, weights_of, written
+from fdora.triton.codes import Coded, Ints, is_decoded, weights_of, written
 from fdora.triton.quant import plan_quant_norm, stack_norms_of_codes
 from fdora.triton.runtime import walk
 from fdora.triton.runtime.describe import describe
 from fdora.triton.runtime.lookup import LANE_VALUE, OF_WORDS, PTX, SHUFFLED
 from fdora.triton.tiles.quant import run_of, strip_config
 from tests import device
-from tests.quant.make import awq, gptq, hqq
+from tests.quant.make import gptq, hqq
+from tests.triton.coded import E4M3, Case, case_of, of_weight, weight_of
 from tests.triton.marks import INTERPRETED, needs_kernels
 from tests.triton.written import (
+    FP32,
     HOPPER,
     arguments,
     by_tma,
     forms_of_codes,
     ints_of_codes,
     launches,
-    likes_of_codes,
     likes_of_norm,
     plan_dense,
     plan_dense_norm,
 )
 
 HALF = torch.float16  # the interpreter of Triton 3.6 multiplies bf16 wrongly
-FP32, E4M3 = torch.float32, torch.float8_e4m3fn
 SCALES = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
 BF16 = HALF if INTERPRETED else torch.bfloat16  # and cuts what it should round
-
-
-class Case(NamedTuple):
-    """A weight of codes, and what its decoder in torch, which test_weight.py holds to loops in float64, makes of it in float32."""
-
-    coded: Coded
-    tensors: tuple[torch.Tensor, ...]
-    W: torch.Tensor
-
-
-def of_weight(W):
-    W = W.to(device.NAME)
-    return Case(coded_of(W), tuple(tensors_of(W.tensors)), W.dequantize(FP32))
-
-
-def case_of(form, N, K):
-    """Any codes but NaN, and scales near 0.02, in the rows or blocks that the decoder wants."""
-    exponents = getattr(form, "scales", "") == "e8m0"
-
-    def draw(like, low=0, high=256):
-        if like.dtype == FP32:
-            return 0.01 + 0.02 * torch.rand(like.shape)
-        codes = torch.randint(low, high, like.shape, dtype=torch.uint8)
-        return codes.where((like.dtype != E4M3) | (codes & 127 != 127), 0).view(like.dtype)
-
-    codes, scales, *rest = likes_of_codes(Coded((N, K), form))
-    around = (119, 124) if exponents else (0x28, 0x58) if scales.dtype == E4M3 else (0, 256)
-    tensors = [draw(codes), draw(scales, *around), *map(draw, rest)]
-    if getattr(form, "scales", "") == "e4m3/global":
-        tensors[2] = 1 / tensors[2]
-    if getattr(form, "layout", "") == "row":
-        tensors[:2] = [t.view(N, -1) if N else t for t in tensors[:2]]
-    if getattr(form, "scale", "") == "block":
-        tensors[1] = tensors[1].view(-1, -(-K // form.block[1]))
-    return of_weight(QuantWeight("fp8" if isinstance(form, Codes8) else "nf4", tuple(tensors), (N, K), FP32, form))
 
 
 def four(table, scales, N, K, group=64, flat=True, high_first=True):
@@ -136,6 +100,12 @@ def assert_right(r, *cases):
             assert W.dtype == dense and torch.equal(W, case.W.to(dense)), f"{dtype} {s} {dense}"
             assert torch.equal(dense_of(case, dense), W)
         assert_norm(c, case.W, A, B, s)
+    holes = [t if t.ndim == 0 else torch.stack([t, t], -1)[..., 0] for t in case.tensors]
+    shifted = [t if t.ndim == 0 else torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in case.tensors]
+    for tensors, (a, b) in ((holes, (A, B)), (shifted, (A.T.contiguous().T, B.T.contiguous().T))):  # not where a whole one lies
+        c, W = run(case._replace(tensors=tensors), a, b, s, dense=HALF)
+        assert torch.equal(W, case.W.to(HALF))
+        assert_norm(c, case.W, A, B, s)
 
 
 def every_pair(tables, *others):
@@ -152,39 +122,34 @@ def test_four_bits(table, scales, shape):
     assert_right(r, *(four(table, scales, N, K, group, flat, high_first) for high_first in (True, False)))
 
 
-def ints(make, *args, **sizes):
-    """A weight of tests/quant/make.py."""
-    return of_weight(make(*args, **sizes)[0])
-
-
-# whole tiles; ragged ones; groups of a tile, shorter and longer ones; a last group that is shorter; one element
-INTS = {
-    "hqq": lambda: ints(hqq, 4, 1, N=128, K=128, group=64, dtype=HALF),
-    "hqq ragged": lambda: ints(hqq, 4, 1, N=70, K=120, group=8, dtype=HALF),
-    "hqq float": lambda: ints(hqq, 4, 1, N=34, K=192, group=64),
-    "hqq 8 bits": lambda: ints(hqq, 8, 1, N=37, K=160, group=32, dtype=HALF),
-    "gptq": lambda: ints(gptq, act_order=False, N=128, K=128, group=128),
-    "gptq ragged": lambda: ints(gptq, version=2, act_order=False, N=77, K=200, group=40),
-    "gptq one": lambda: ints(gptq, act_order=False, N=1, K=8, group=8),
-    "gptq reordered": lambda: ints(gptq, N=67, K=136, group=8),
-    "gptq 8 bits": lambda: ints(gptq, bits=8, act_order=False, N=69, K=192, group=64),
-    "gptq 8 bits reordered": lambda: ints(gptq, bits=8, version=2, N=33, K=100, group=20),
-    "awq": lambda: ints(awq, N=128, K=128, group=128),
-    "awq ragged": lambda: ints(awq, N=72, K=100, group=32),
-}
+# whole tiles; ragged ones; groups of a tile, shorter and longer ones; a last group that is shorter; one word
+INTS = [
+    (Ints("hqq torch.float16", 4, 64), 128, 128),
+    (Ints("hqq torch.float16", 4, 8), 70, 120),
+    (Ints("hqq torch.float32", 4, 64), 34, 192),
+    (Ints("hqq torch.float16", 8, 32), 37, 160),
+    (Ints("gptq+1", 4, 128), 128, 128),
+    (Ints("gptq", 4, 40), 77, 200),
+    (Ints("gptq+1", 4, 8), 1, 8),
+    (Ints("gptq+1", 4, 8, True), 67, 136),
+    (Ints("gptq+1", 8, 64), 69, 192),
+    (Ints("gptq", 8, 20, True), 33, 100),
+    (Ints("awq", 4, 128), 128, 128),
+    (Ints("awq", 4, 32), 72, 100),
+]
 
 
 @needs_kernels
 @pytest.mark.parametrize("r", [5, 100])
-@pytest.mark.parametrize("name", INTS)
-def test_packed_integers(name, r):
-    assert_right(r, INTS[name]())
+@pytest.mark.parametrize("weight", INTS, ids=str)
+def test_packed_integers(weight, r):
+    assert_right(r, case_of(*weight))
 
 
 @needs_kernels
 def test_every_tile_of_rows_that_share_bytes_is_written():
     """Where nothing is left of an earlier call."""
-    case = INTS["hqq"]()
+    case = case_of(*INTS[0])
     junk = [torch.full((128 * 128 * n,), float("nan"), device=device.NAME) for n in range(1, 9) for _ in range(3)]
     del junk
     assert torch.equal(dense_of(case, FP32), case.W)
@@ -193,7 +158,7 @@ def test_every_tile_of_rows_that_share_bytes_is_written():
 @needs_kernels
 def test_groups_by_an_index():
     """In order a tile asks for one scale a row; of no group, NaN in that column."""
-    case = ints(gptq, act_order=False, N=40, K=192, group=64)
+    case = case_of(Ints("gptq+1", 4, 64), 40, 192)
     tensors = case.tensors[:3]
     form = case.coded.form._replace(indexed=True)
     index = torch.arange(192, device=device.NAME) // 64
@@ -208,15 +173,11 @@ def test_groups_by_an_index():
 @pytest.mark.parametrize("N", [8, 12])
 def test_experts_of_packed_integers(N):
     """One behind the other: of AWQ where each begins with a word, else the answer is None."""
-    for case_of, name in (
-        (lambda: awq(2 * N, 64, 32), "awq"),
-        (lambda: gptq(N=2 * N, K=64), "gptq"),
-        (lambda: hqq(4, 1, N=2 * N), "hqq"),
-    ):
-        W = case_of()[0].to(device.NAME)
+    for form in (Ints("awq", 4, 32), Ints("gptq+1", 4, 8, True), Ints("hqq torch.float16", 4, 8)):
+        W = weight_of(form, 2 * N, 64)
         A, B = torch.randn(2, 4, 64).to(device.NAME, HALF), torch.randn(2, N, 4).to(device.NAME, HALF)
         c = stack_norms_of_codes(W.spec, W.tensors, A, B, 0.7)
-        if name == "awq" and N == 12:
+        if form.code == "awq" and N == 12:
             assert c is None
             continue
         for e, part in enumerate(W.dequantize(FP32).split(N)):
@@ -235,7 +196,7 @@ def test_packed_integers_that_kernels_do_not_read():
         gptq(bits=2),
     ):
         assert not is_decoded(W.spec)
-    case = ints(awq, N=24, K=20, group=8)
+    case = case_of(Ints("awq", 4, 8), 24, 20)
     with pytest.raises(ValueError, match=r"has tensors of \[60, 9, 72\] elements, got \[60, 9, 48\]"):
         dense_of(case._replace(tensors=(*case.tensors[:2], case.tensors[2][:2])), FP32)
 
@@ -312,23 +273,6 @@ def test_rows_of_nan_stay_alone():
         assert c.isnan().nonzero().flatten().tolist() == list(range(first, N)), at
         B[5, 1] = float("nan")
         assert run(case, A, B).isnan().nonzero().flatten().tolist() == [5]
-
-
-@needs_kernels
-def test_strides():
-    """Nothing is read where it would lie if it were whole."""
-    for case in some():
-        A, B = adapter(case, 20)
-        want = run(case, A, B, dense=HALF)
-        turned = [t.T.contiguous().T for t in (A, B)]
-        holes = [t if t.ndim == 0 else torch.stack([t, t.flip(0)], -1)[..., 0] for t in case.tensors]
-        shifted = [t if t.ndim == 0 else torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in case.tensors]
-        for tensors, (a, b) in ((holes, (A, B)), (shifted, (A, B)), (case.tensors, turned)):
-            got = run(case._replace(tensors=tensors), a, b, dense=HALF)
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-            assert torch.equal(dense_of(case._replace(tensors=tuple(tensors)), HALF), want[1])
-        mixed = run(case, A.float(), B)
-        assert_norm(mixed, case.W, A, B, 0.7)
 
 
 @needs_kernels

@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
 from fdora.triton import embedding
 from fdora.triton.multi_gemm import HConfig
+from fdora.triton.tiles.codes import CodesConfig
 from fdora.triton.tiles.configs import GemmConfig, ScaleConfig, power_of_two
 from fdora.triton.tiles.few import LIMIT
 from fdora.triton.tiles.fp8 import POINTERS
@@ -72,6 +73,9 @@ OF_CODES = {
     "by tma": CODES | {"whole": 16, "largest": 160, "rounds": lambda block, M, N, K: (M > LIMIT and block != TALL_BLOCK,) * 2},
     "of experts": CODES | {"whole": 16, "largest": 300, "tokens": 130, "rounds": by_expert},
 }
+CODES_IN_PARTS = {"small.small_codes_config": lambda *_: CodesConfig(64, 64, 1, 2, 2, 2)}
+FEW_OF_CODES = HALF | {"tokens": 13, "codes": True, "ranks": (16, 40, 70, 400), "whole": 128, "largest": 256}
+FEW_OF_CODES |= {"dropout": False, "kinds": MULTIPLIED}
 BANK = {"tokens": 130, "kinds": MULTIPLIED[:-1]}  # dm of a bank where m is 0 is that of the decoded W
 WAYS = {
     "product after": By("group", "rest_kernel", product_by("after"), {"tokens": 97}),
@@ -113,6 +117,8 @@ WAYS = {
     "banks of codes by tma": By("multi", "turn_kernel", {}, OF_CODES["by tma"] | BANK, True, 4),
     "experts of codes": By("experts", "fp8_rows_kernel", {}, OF_CODES["of experts"], True, 2),
     "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 1),
+    "few tokens of codes": By("group", "small_codes_kernel", {}, FEW_OF_CODES, count=3),
+    "few tokens of codes in parts": By("group", "add_parts_kernel", CODES_IN_PARTS, FEW_OF_CODES, count=5),
     "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
 }
 

@@ -239,7 +239,7 @@ def likes_of_codes(coded):
     if hasattr(form, "bits"):
         groups, words = -(-K // form.group), torch.int32
         if form.code.startswith("hqq"):
-            of_groups = alike(N * groups, dtype=BF16 if "bfloat" in form.code else FP16)
+            of_groups = alike(N * groups, dtype=getattr(torch, form.code.partition(".")[2]))
             return [alike(N // form.per, K, dtype=torch.uint8), of_groups, of_groups]
         codes = alike(K, N // 8, dtype=words) if form.code == "awq" else alike(K // form.per, N, dtype=words)
         rest = [alike(groups, -(-N // form.per), dtype=words), alike(groups, N, dtype=FP16)]
