@@ -36,9 +36,9 @@ def model_of(dropout=0.0, dtype=torch.bfloat16, attention="sdpa", targets="all-l
     return model
 
 
-def jobs_of(length=64, labels=48, batch=2):
-    sample = {"input_ids": [5] * length, "labels": [-100] * (length - labels) + [5] * labels}
-    return [TrainJob(Job(name, 1e-3), [sample] * 4, batch=batch) for name in NAMES]
+def jobs_of():
+    sample = {"input_ids": [5] * 64, "labels": [-100] * 16 + [5] * 48}
+    return [TrainJob(Job(name, 1e-3), [sample] * 4, batch=2) for name in NAMES]
 
 
 @pytest.mark.parametrize("how", [{}, {"dropout": 0.1}, {"targets": ["q_proj", "down_proj"]}], ids=str)
