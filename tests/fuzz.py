@@ -39,8 +39,6 @@ def case(k: int, options: argparse.Namespace, counts: Counter, closest: dict[str
             closest[name] = max(closest.get(name, 0.0), share)
     except Exception as error:  # a wrong result, or whatever a call raises
         what = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
-        if options.raises:
-            raise
         return f"{name}, round {i}: {' '.join(what.split())[:300]}"
     return None
 
@@ -59,15 +57,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--functions", type=lambda s: s.split(","), default=list(ORDER), help=f"of {', '.join(FUNCTIONS)}")
     parser.add_argument("--dtypes", type=lambda s: s.split(","), help=f"of {', '.join(DTYPES)}; default: all that can run")
     parser.add_argument("--largest", type=int, help="size; default 2048 on a GPU, 200 on a CPU, 80 interpreted")
-    parser.add_argument("--bytes", type=int, help="of the largest matrix in float64; default 128 MiB on a GPU, 256 KiB else")
     parser.add_argument("--only", type=numbers, help="case K, or cases J-K")
-    parser.add_argument("--raises", action="store_true", help="end with the traceback of the first failure")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded in the JSON")
     options = parser.parse_args(argv)
-    options.drawn = usual(options.device, options.backend)
-    given = {n: v for n in ("dtypes", "largest", "bytes") if (v := getattr(options, n))}
-    options.drawn = options.drawn._replace(**given)
+    given = {n: v for n in ("dtypes", "largest") if (v := getattr(options, n))}
+    options.drawn = usual(options.device, options.backend)._replace(**given)
     if unknown := (set(options.functions) - set(FUNCTIONS)) | (set(options.drawn.dtypes) - set(DTYPES)):
         parser.error(f"unknown functions or dtypes: {', '.join(sorted(unknown))}")
     return options
@@ -80,8 +74,7 @@ def command(options: argparse.Namespace, k: int) -> str:
     words += ["--seed", str(options.seed), "--only", str(k)]
     if options.functions != list(ORDER):
         words += ["--functions", ",".join(options.functions)]
-    drawn = options.drawn
-    words += ["--dtypes", ",".join(drawn.dtypes), "--largest", str(drawn.largest), "--bytes", str(drawn.bytes)]
+    words += ["--dtypes", ",".join(options.drawn.dtypes), "--largest", str(options.drawn.largest)]
     return shlex.join(words)
 
 
@@ -107,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     )
     print("largest error as a share of its budget:", {n: round(v, 2) for n, v in closest.items()}, flush=True)
     about = {"torch": torch.__version__, "device": options.device, "backend": options.backend, "seed": options.seed}
-    about |= {"interpreted": INTERPRETED, "commit": options.commit, "dtypes": options.drawn.dtypes}
-    if options.device == "cuda":
-        about |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+    about |= {"interpreted": INTERPRETED, "dtypes": options.drawn.dtypes}
     result = {"about": about, "seconds": round(seconds, 1), "cases": cases, "rounds": dict(counts), "failures": failures}
     save(options.json, result | {"share_of_budget": closest})
     if failures:

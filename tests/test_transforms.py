@@ -40,10 +40,10 @@ def dropped(mode):
     return lambda x, W, A, B, m, bias, seed: linear(x, W, A, B, m, bias, dropout_p=0.4, dropout_mode=mode, seed=seed)
 
 
-def grouped(x, W, A, B, m, bias, **extra):
+def grouped(x, W, A, B, m, bias):
     """Two layers with an adapter and one without."""
     two = F.DoraLayer(W, A, B, m, S, bias), F.DoraLayer(W.flip(0), -A, 0.5 * B, 2 * m, 2 * S)
-    return torch.cat(F.dora_linear_group(x, [*two, F.DoraLayer(W + 1)], **extra), -1)
+    return torch.cat(F.dora_linear_group(x, [*two, F.DoraLayer(W + 1)]), -1)
 
 
 def mlp(x, W, A, B, m, bias, **extra):
@@ -104,6 +104,7 @@ def mlps_of_experts(x, W, A, B, m):
 
 
 ADAPTER = ("A", "B", "m")
+LAYER = ("x", *ADAPTER, "bias")
 OPS = {
     "norm": Op(lambda W, A, B: F.dora_norm(W, A, B, s=S, detach=False), ("A", "B"), ()),
     "norm_given_base": Op(
@@ -118,28 +119,28 @@ OPS = {
     ),
     "delta": Op(lambda base, lora, g: F.dora_delta(base, lora, g, s=S), ("base", "lora", "g"), ("base", "lora")),
     "linear": Op(lambda x, W, A, B, m: linear(x, W, A, B, m, None), ("x", *ADAPTER), ("x",)),
-    "linear_bias": Op(linear, ("x", *ADAPTER, "bias"), ("x",)),
-    "linear_full": Op(lambda x, W, A, B, m, bias: linear(x, W, A, B, m, bias, detach=False), ("x", *ADAPTER, "bias"), ("x",)),
-    "linear_own_norm": Op(own_norm, ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_bias": Op(linear, LAYER, ("x",)),
+    "linear_full": Op(lambda x, W, A, B, m, bias: linear(x, W, A, B, m, bias, detach=False), LAYER, ("x",)),
+    "linear_own_norm": Op(own_norm, LAYER, ("x",)),
     "linear_ends": Op(
         lambda x, W, A, B, m, bias, g, base: linear(x, W, A, B, m, bias, gamma=g, residual=base),
         ("x", *ADAPTER, "bias", "g", "base"),
         ("x", "base"),
     ),
-    "linear_dropout": Op(dropped("lora"), ("x", *ADAPTER, "bias"), ("x", "seed")),
-    "linear_dropout_peft": Op(dropped("peft"), ("x", *ADAPTER, "bias"), ("x", "seed")),
-    "group": Op(lambda x, W, A, B, m, bias: grouped(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
-    "mlp": Op(lambda x, W, A, B, m, bias: mlp(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
-    "mlp_dropout": Op(mlp_dropped, ("x", *ADAPTER, "bias"), ("x", "seed")),
-    "multi": Op(lambda x, W, A, B, m, bias: multi(x, W, A, B, m, bias), ("x", *ADAPTER, "bias"), ("x",)),
+    "linear_dropout": Op(dropped("lora"), LAYER, ("x", "seed")),
+    "linear_dropout_peft": Op(dropped("peft"), LAYER, ("x", "seed")),
+    "group": Op(grouped, LAYER, ("x",)),
+    "mlp": Op(mlp, LAYER, ("x",)),
+    "mlp_dropout": Op(mlp_dropped, LAYER, ("x", "seed")),
+    "multi": Op(lambda x, W, A, B, m, bias: multi(x, W, A, B, m, bias), LAYER, ("x",)),
     "multi_ids": Op(multi_ids, ("x", *ADAPTER), ("x", "whose")),
     "multi_offsets": Op(multi_offsets, ("x", *ADAPTER), ()),
     "multi_dropout": Op(
         lambda x, W, A, B, m, bias, seed, scales: multi(x, W, A, B, m, bias, scales, dropout_p=0.4, seed=seed),
-        ("x", *ADAPTER, "bias"),
+        LAYER,
         ("x", "seed"),
     ),
-    "experts": Op(of_experts, ("x", *ADAPTER, "bias"), ()),
+    "experts": Op(of_experts, LAYER, ()),
     "experts_mlp": Op(mlps_of_experts, ("x", *ADAPTER), ()),
     "embedding": Op(embedded(0), ADAPTER, ("ids",)),
     "embedding_rows": Op(embedded(1), ADAPTER, ("ids",)),

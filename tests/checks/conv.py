@@ -5,50 +5,26 @@ import functools
 import torch
 import torch.nn.functional as F
 
-import fdora.functional
+from fdora.functional import dora_conv1d, dora_conv2d, dora_conv3d
 from tests import device, reference
 
-S = 0.7
-C, OUT, R = 4, 6, 2
+C, OUT, R = 16, 24, 8
 KERNEL, SPACE = (3, 2, 2), (7, 6, 5)
 
 
-def call(n):
-    return getattr(fdora.functional, f"dora_conv{n}d")
+def layer(n=2, dtype=torch.float64, groups=1, reads_all=False):
+    """x, W, A, B, m and bias of a convolution over n axes. ``reads_all``: A reads the channels of all groups."""
+    k, (seen, rank) = KERNEL[:n], (C, R // groups) if reads_all else (C // groups, R)
+    shapes = {"x": (2, C, *SPACE[:n]), "W": (OUT, C // groups, *k), "A": (R, seen, *k), "B": (OUT, rank, *[1] * n)}
+    rand = torch.Generator().manual_seed(0)
+    t = {name: torch.randn(shape, generator=rand, dtype=dtype) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    t |= {"m": torch.rand(OUT, generator=rand, dtype=dtype) + 1, "bias": torch.randn(OUT, generator=rand, dtype=dtype)}
+    return {name: v.to(device.NAME) for name, v in t.items()}
 
 
-def layer(n=2, dtype=torch.float64, adapter=None, seed=0, spread=0.05, size=None, **geometry):
-    """x, W, A, B, m, bias and what to call with: an adapter away from its start."""
-    rand = torch.Generator().manual_seed(seed)
-    geometry = {name: v[:n] if isinstance(v, tuple) else v for name, v in geometry.items()}
-    G, seen, transposed = geometry.get("groups", 1), geometry.pop("seen", "group"), geometry.get("transposed", False)
-    c, out, r = (C, OUT, R) if size is None else size
-    k = KERNEL[:n]
-
-    def draw(*shape, std=1.0):
-        return torch.randn(*shape, generator=rand, dtype=torch.float64) * std
-
-    std = (c // G * k[0]) ** -0.5
-    W = draw(c, out // G, *k, std=std) if transposed else draw(out, c // G, *k, std=std)
-    A = draw(c // G, r, *k, std=std) if transposed else draw(r, c if seen == "all" else c // G, *k, std=std)
-    B = draw(out, r // G if seen == "all" else r, *[1] * n, std=0.1)
-    adapter = dtype if adapter is None else adapter
-    W, A, B = W.to(dtype), A.to(adapter), B.to(adapter)
-    V = reference.kernel(W, A, B, S, G, transposed)
-    V = V.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1) if transposed else V
-    m = V.flatten(1).norm(dim=1) * (1 + spread * draw(out))
-    t = dict(x=draw(2, c, *SPACE[:n]).to(dtype), W=W, A=A, B=B, m=m.to(adapter), bias=draw(out).to(dtype))
-    return {name: v.to(device.NAME) for name, v in t.items()}, geometry
-
-
-def truth(t, geometry, bias=True, s=S, c=None):
-    args = [t[n] for n in ("x", "W", "A", "B", "m")]
-    return reference.conv(*args, s, t["bias"] if bias else None, c, **geometry)
-
-
-def ours(t, geometry, bias=True, s=S, **extra):
-    f = call(t["W"].dim() - 2)
-    return f(*(t[n] for n in ("x", "W", "A", "B", "m")), s=s, bias=t["bias"] if bias else None, **geometry, **extra)
+def ours(t, **geometry):
+    f = (dora_conv1d, dora_conv2d, dora_conv3d)[t["W"].dim() - 3]
+    return f(**t, s=0.7, **geometry)
 
 
 def in_full_float32(check):
@@ -67,13 +43,14 @@ def keeps_the_memory_format():
     """Channels last stay last, first stay first: what torch's convolution gives, gradients too; nothing else would be a copy."""
     for n, G in ((2, 1), (2, 2), (3, 1)):
         last = torch.channels_last if n == 2 else torch.channels_last_3d
-        t, how = layer(n, torch.float32, padding=1, groups=G, size=(16, 24, 8))
+        t, how = layer(n, torch.float32, groups=G), {"padding": 1, "groups": G}
         for form in (torch.contiguous_format, last):
             x, W = t["x"].to(memory_format=form).requires_grad_(), t["W"].to(memory_format=form)
             conv = F.conv2d if n == 2 else F.conv3d
-            y, plain = ours(t | {"x": x, "W": W}, how), conv(x, W, padding=1, groups=G)
+            y, plain = ours(t | {"x": x, "W": W}, **how), conv(x, W, **how)
             assert y.stride() == plain.stride(), (n, G, form)
-            torch.testing.assert_close(y, truth(t, how).float(), rtol=1e-5, atol=1e-5)
+            want = reference.conv(*(t[name] for name in "xWABm"), 0.7, t["bias"], **how)
+            torch.testing.assert_close(y, want.float(), rtol=1e-5, atol=1e-5)
             (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
             assert dx.stride() == torch.autograd.grad(plain, x, torch.ones_like(plain))[0].stride()
 

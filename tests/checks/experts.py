@@ -48,12 +48,12 @@ def weights_of(ids, dtype=torch.float64, seed=3):
     return torch.rand(*ids.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(device.NAME)
 
 
-def layers_of_mlps(dtype=torch.float64, adapter=None, E=3, K=5, F=4, N=6, r=2, T=7, bias=True, spread=0.05):
+def layers_of_mlps(dtype=torch.float64, adapter=None, E=3, K=5, F=4, N=6, r=2, T=7):
     """x, and the tensors of gate_up and down."""
-    up, down = mixture(E, 2 * F, K, r, T, dtype, adapter, spread), mixture(E, N, F, r, T, dtype, adapter, spread)
+    up, down = mixture(E, 2 * F, K, r, T, dtype, adapter), mixture(E, N, F, r, T, dtype, adapter)
     up["W"] *= 8  # some of gate and of up are cut off on either side
     c = torch.stack([reference.norm(*(up[n][e] for n in "WAB"), S) for e in range(E)])
-    up["m"] = (c * (1 + spread * torch.randn_like(c))).to(up["m"].dtype)
+    up["m"] = (c * (1 + 0.05 * torch.randn_like(c))).to(up["m"].dtype)
     return up["x"], up, down
 
 

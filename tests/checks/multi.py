@@ -172,8 +172,8 @@ def with_gradients(call, t, dy):
     }
 
 
-def dy_of(t, seed=1):
-    rand = torch.Generator().manual_seed(seed)
+def dy_of(t):
+    rand = torch.Generator().manual_seed(1)
     return torch.randn(t.x.shape[0], t.W.shape[0], generator=rand, dtype=torch.float64).to(t.x)
 
 

@@ -14,7 +14,6 @@ from fdora.convert import (
     kohya_names,
     llama_from_torchtune,
     llama_to_torchtune,
-    merge,
     to_kohya,
     to_peft,
     to_torchtune,
@@ -72,28 +71,6 @@ def test_kohya_round_trip(prefix):
         assert state.keys() == again.keys() and all(torch.equal(state[k], again[k]) for k in state)
     assert state[f"{prefix}_a_b_c.dora_scale"].shape == (1, 20) and state[f"{prefix}_a_d.dora_scale"].shape == (24, 1)
     assert state[f"{prefix}_e.alpha"] == pytest.approx(0.7 * 3) and f"{prefix}_e.dora_scale" not in state
-
-
-def lycoris(W, state, name):
-    """Its forward in float64: the norm is over the axes where dora_scale is 1."""
-    down, up, m = (state[f"{name}.{part}"].double() for part in ("lora_down.weight", "lora_up.weight", "dora_scale"))
-    V = W.double() + state[f"{name}.alpha"].double() / len(down) * (up.flatten(1) @ down.flatten(1)).view(W.shape)
-    axes = [i for i, n in enumerate(m.shape) if n == 1]
-    return m / V.square().sum(axes, keepdim=True).sqrt() * V
-
-
-def test_lycoris_files_mean_what_lycoris_means():
-    W, p = layer()
-    K = layer(K=36)[0].view(24, 4, 3, 3)
-    there = {"rows": p, "cols": columns(p, W), "conv": shapes()["conv"]}
-    names = kohya_names(there)
-    state = to_kohya(there, names)
-    for path, q in from_kohya(state, names).items():
-        w = K if path == "conv" else W
-        want = lycoris(w, state, names[path])
-        torch.testing.assert_close(merge(w, q).double(), want, rtol=1e-5, atol=1e-6)
-        assert (want - w).norm() > 0.1 * w.norm()
-    assert not torch.allclose(merged(W, there["rows"]), merged(W, there["cols"]), rtol=0.05)
 
 
 def test_no_alpha_means_one():

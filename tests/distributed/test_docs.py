@@ -1,17 +1,11 @@
 """A program of examples/distributed as torchrun starts it: the losses of one process. The other two run among the cases."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests import device
 from tests.distributed.programs import PROGRAMS, check, inside
-
-ROOT = Path(__file__).parents[2]
+from tests.process import torchrun
 
 
 def test_fsdp_by_torchrun(tmp_path):
@@ -20,12 +14,4 @@ def test_fsdp_by_torchrun(tmp_path):
     for name, code in PROGRAMS.items():
         (tmp_path / f"{name}.py").write_text(code)
     hidden = {} if device.NAME == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    env = (
-        os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
-        | hidden
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "fsdp.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    check(done.stdout, inside("one"), 2, 1)
+    check(torchrun("fsdp.py", cwd=tmp_path, **hidden), inside("one"), 2, 1)

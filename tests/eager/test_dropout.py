@@ -11,8 +11,8 @@ from tests.make import tensors
 P = 0.3
 
 
-def mask(M, K, seed, p=P):
-    return keep_mask(M, K, torch.tensor(seed, device=device.NAME), p)
+def mask(M, K, seed):
+    return keep_mask(M, K, torch.tensor(seed, device=device.NAME), P)
 
 
 def test_known_bits():

@@ -50,12 +50,12 @@ def same(got, want):
     return torch.equal(got, want) if device.NAME == "cpu" else rel_l2(got, want) < 5e-3
 
 
-def slice_of_cases(name, cases=24):
+def slice_of_cases(name):
     """Layers of codes: x, and dz for dx alone, in 3 bits of fraction, and nothing else; dm is the derivative of what forward computed."""
     drawn = usual(device.NAME, "eager")._replace(
         dtypes=["fp16", "bf16"], largest=300, rounds=lambda *_: (True, True), kinds=MULTIPLIED
     )
-    for k in range(cases):
+    for k in range(24):
         run_case(name, f"{name} {k}", drawn)
 
 

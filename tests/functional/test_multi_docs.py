@@ -1,12 +1,9 @@
 """docs/serving.md and docs/training-many.md keep their word, and examples/many_adapters.py runs."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.process import torchrun
 from tests.snippets import ROOT, programs, ran
 
 
@@ -47,11 +44,7 @@ def test_training(tmp_path, monkeypatch):
 def test_the_example(tmp_path):
     """Replicas and the pipeline, as torchrun starts them: it compares with one process itself."""
     pytest.importorskip("peft", reason="its adapters are PEFT's; `make test` installs it")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples/many_adapters.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(ROOT / "examples/many_adapters.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     whole, stored = written(tmp_path / "adapters")
     (A,) = (t for key, t in whole.items() if key.startswith("params/") and t.shape == (2, 8, 64))
     assert torch.equal(stored["base_model.model.0.lora_A.weight"], A[1, :4])

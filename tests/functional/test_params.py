@@ -1,13 +1,10 @@
 """DoraParams and dora_init: a start that changes nothing, a pytree everywhere."""
 
-import copy
 import math
-import pickle
 
 import jax
 import optree
 import pytest
-import safetensors.torch
 import torch
 from torch.nn.functional import linear
 
@@ -40,23 +37,14 @@ def test_zero_rows_start_finite():
 
 
 def test_the_draw_is_pefts():
-    W = torch.randn(6, 50, device=device.NAME)
+    W = torch.nn.Parameter(torch.randn(6, 50, device=device.NAME))
     torch.manual_seed(3)
     p = dora_init(W, 4)
+    assert not any(t.requires_grad for t in p)
     torch.manual_seed(3)
     want = torch.nn.init.kaiming_uniform_(torch.empty(4, 50, device=device.NAME), a=math.sqrt(5))
     assert torch.equal(p.A, want) and (p.B == 0).all()
     assert p.A.abs().max() <= 50**-0.5
-
-
-def test_generator_and_dtype():
-    W = torch.randn(6, 50, device=device.NAME).bfloat16()
-    draw = [dora_init(W, 4, dtype=torch.bfloat16, generator=torch.Generator(device.NAME).manual_seed(7)) for _ in range(2)]
-    assert torch.equal(draw[0].A, draw[1].A) and draw[0].A.dtype == draw[0].B.dtype == torch.bfloat16
-    assert draw[0].m.dtype == torch.float32
-    assert {t.dtype for t in dora_init(W, 4)} == {torch.float32}
-    assert {t.dtype for t in dora_init(W.double(), 4)} == {torch.float64}
-    assert not any(t.requires_grad for t in dora_init(torch.nn.Parameter(W), 4))
 
 
 def test_pytree_everywhere():
@@ -65,16 +53,3 @@ def test_pytree_everywhere():
         twice = tree_map(lambda t: 2 * t, p)
         assert type(twice) is DoraParams and torch.equal(twice.m, 2 * p.m)
     assert DoraParams._fields == ("A", "B", "m")
-
-
-def test_copies_and_files(tmp_path):
-    p = dora_init(torch.randn(6, 5), 2)
-    p = p._replace(B=torch.randn(6, 2).bfloat16())
-    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
-        assert type(other) is DoraParams
-        assert all(torch.equal(a, b) and a.dtype == b.dtype and a is not b for a, b in zip(p, other, strict=True))
-    file = tmp_path / "adapter.safetensors"
-    safetensors.torch.save_file({f"q_proj.{k}": t for k, t in p._asdict().items()}, file)
-    loaded = safetensors.torch.load_file(file)
-    back = DoraParams(**{k: loaded[f"q_proj.{k}"] for k in DoraParams._fields})
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(p, back, strict=True))

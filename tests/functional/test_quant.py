@@ -10,7 +10,6 @@ from fdora.autograd import quant
 from fdora.functional import (
     DoraLayer,
     dora_base_sqnorm,
-    dora_init,
     dora_linear,
     dora_linear_group,
     dora_merge,
@@ -143,17 +142,6 @@ def test_a_state_reads_the_codes_when_an_adapter_changed(monkeypatch):
     B[3] += 1
     new = dora_norm(W, A, B, s=S, state=again)
     assert calls and torch.equal(new.c, dora_norm(W, A, B, s=S)) and not torch.equal(new.c, state.c)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_start_changes_nothing_and_a_merge_is_dense(kind):
-    W, x = weight(kind), x_of()
-    p = dora_init(W, R)
-    assert torch.equal(dora_linear(x, W, *p, s=S), x @ W.dequantize().T)
-    A, B, m = (t.detach() for t in adapter(W))
-    merged = dora_merge(W, A, B, m, s=S)
-    want = dora_merge(W.dequantize(), A, B, m, s=S, norm=dora_norm(W, A, B, s=S))
-    assert torch.equal(merged, want)
 
 
 AS_STORED = {

@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-COPIED = ("Llama", "Qwen3", "Gemma")
+COPIED = ("Llama", "Qwen3", "Gemma", "Olmo")
 
 
 def made(name, config="", targets="all-linear", keep_inner=False, **settings):

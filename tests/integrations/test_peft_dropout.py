@@ -19,7 +19,7 @@ from tests import reference
 from tests.close import assert_exact
 from tests.integrations import test_peft_vit as vit
 from tests.integrations.models import KINDS, K, N, build, inputs, layer, path, run, same
-from tests.integrations.test_peft_blocks import IDS, made, step
+from tests.integrations.test_peft_blocks import made, step
 
 DROPPING = [kind for kind in KINDS if kind not in ("embedding", "scaled")]
 P = 0.4
@@ -119,20 +119,6 @@ def test_blocks_in_one_call_are_layer_by_layer(one_call, checkpointing, monkeypa
         torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6 * b.abs().max().item())
     torch.manual_seed(6)
     assert not torch.allclose(step(model)[0], runs[0][0], rtol=1e-3)
-
-
-@pytest.mark.parametrize("how", ["fused", "unfused", "compiled", "torch's mask"])
-def test_only_the_adapters_input_is_dropped(how, monkeypatch):
-    monkeypatch.setattr(calls, "draws", lambda *_: how != "torch's mask")
-    model = without_B(made(dropout=P)).eval()
-    want = model(input_ids=IDS).logits
-    use_fdora(model.train(), fuse=how != "unfused", dropout_mode="lora")
-    torch._dynamo.reset()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
-    torch.testing.assert_close(call(input_ids=IDS).logits, want, rtol=1e-4, atol=1e-4)
-    if how != "compiled":
-        assert {row.composed if how == "torch's mask" else row.fused for row in report(model)} == {1}
-        assert not torch.allclose(use_fdora(model)(input_ids=IDS).logits, want, rtol=1e-3, atol=1e-3)
 
 
 def other_meaning(variant, dropout):

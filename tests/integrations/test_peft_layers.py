@@ -1,6 +1,5 @@
 """Embeddings and convolutions of PEFT in one call: its numbers in every configuration, and the truth where it is wrong."""
 
-import copy
 import warnings
 
 import pytest
@@ -78,27 +77,6 @@ def test_what_is_not_one_call_is_pefts_formula_with_a_reason(kind):
     want = run(model, x)
     same(run(use_fdora(model), x), want)
     assert path(model) == "composed" and why in report(model)[0].why_not_fused and why in str(report(model))
-
-
-def test_hooks_wrappers_dropout_and_modes_of_use():
-    """What else leaves the one call, and comes back to it."""
-    model, x = use_fdora(build("conv2d", dropout=0.3)), inputs("conv2d")
-    model(x)
-    assert report(model)[0].composed == 1 and "dropout" in report(model)[0].why_not_fused
-    model.eval()(x)
-    assert report(model)[0].fused == 1
-    handle = layer(model).lora_A["default"].register_forward_hook(lambda *_: None)
-    model(x)
-    handle.remove()
-    assert report(model)[0].composed == 2 and "hooks" in report(model)[0].why_not_fused
-    with model.disable_adapter():
-        assert_exact(model(x), layer(model).base_layer(x))
-    assert type(layer(restore(model))).__module__.startswith("peft.")
-    model = use_fdora(build("embedding"))
-    ids = inputs("embedding")
-    model(ids), model(ids.int()), model(ids[0, 0])
-    assert report(model)[0].fused == 3
-    assert type(copy.deepcopy(layer(model))) is type(layer(model))
 
 
 # groups: A of PEFT reads all channels, B has groups; its norm is of another kernel

@@ -5,7 +5,6 @@ import dataclasses
 import pickle
 import weakref
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -39,26 +38,6 @@ def reuse(monkeypatch):
     monkeypatch.setattr(fdora.eager.norm, "norm_fwd", counted)
     monkeypatch.setitem(OPS, "eager", dataclasses.replace(OPS["eager"], norm_fwd=counted))
     return computed
-
-
-def test_pinned():
-    """What is relied on in PEFT; every name is private there, or near to it."""
-    module = layer(build("linear"))
-    for name in ("lora_variant", "lora_magnitude_vector", "lora_A", "lora_B", "lora_dropout", "scaling", "_caches"):
-        assert hasattr(module, name), f"PEFT {peft.__version__}: a LoRA layer has no `{name}` any more"
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "get_base_layer", "get_delta_weight")
-    for name in names:
-        assert hasattr(lora.Linear, name), f"PEFT {peft.__version__}: lora.Linear has no `{name}` any more"
-    for name in ("_embed", "_get_embed_scale"):
-        assert hasattr(lora.Embedding, name), f"PEFT {peft.__version__}: lora.Embedding has no `{name}` any more"
-    want = {"DoraLinearVariant", "DoraEmbeddingVariant", "DoraConv1dVariant", "DoraConv2dVariant", "DoraConv3dVariant"}
-    assert set(STOCK) == want, f"PEFT {peft.__version__}: its DoRA variants are {sorted(STOCK)}, fdora knows {sorted(want)}"
-    assert type(module.lora_variant["default"]) is variants.DoraLinearVariant, "PEFT resolves its variants elsewhere now"
-    magnitude = module.lora_magnitude_vector["default"]
-    assert callable(magnitude.get_weight_norm), "PEFT's merge asks for the norm elsewhere now"
-    model = use_fdora(build("linear"))
-    model.merge_adapter()
-    assert "default-weight_norm" in layer(model)._caches, "PEFT keeps the norm of a merge elsewhere now"
 
 
 def snapshot(model):

@@ -93,21 +93,6 @@ def test_fewer_and_more_layers_than_the_config_has():
         read_model(named, 7)
 
 
-def test_what_transformers_makes_of_a_config():
-    transformers = pytest.importorskip("transformers", reason="compares with its configs; `make test` installs it")
-    for name, more in [
-        ("Qwen2Config", WINDOWS | {"max_window_layers": 2}),
-        ("Qwen3Config", WINDOWS | {"max_window_layers": 4, "head_dim": 128}),
-        ("Gemma3TextConfig", GEMMA),
-        ("Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 4}),
-    ]:
-        sizes = {key: value for key, value in (CONFIG | more).items() if key != "model_type"}
-        config = getattr(transformers, name)(**sizes)
-        want = tuple(n for n, kind in enumerate(config.layer_types) if kind == SLIDING)
-        given = CONFIG | more | {"model_type": config.model_type}
-        assert read_model(given).sliding == read_model(config.to_dict()).sliding == want
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -53,12 +53,12 @@ def flat4(table, values, N, K, group, scale):
     return matrix(N, K, value)
 
 
-def bnb_plain(kind, N, K, group=64, storage=torch.uint8, dtype=torch.float32):
+def bnb_plain(kind, N, K, group=64, storage=torch.uint8):
     size = -(-N * K // 2)
     size += -size % storage.itemsize
     packed = randint(size, 1)
     absmax = torch.rand(-(-N * K // group), device=device.NAME) + 0.1
-    state = State(absmax, torch.Size((N, K)), group, kind, dtype)
+    state = State(absmax, torch.Size((N, K)), group, kind, torch.float32)
     table = {"nf4": NF4, "fp4": FP4}[kind]
     truth = flat4(table, packed.flatten().tolist(), N, K, group, absmax.tolist().__getitem__)
     weight = packed if storage == torch.uint8 else packed.view(-1).view(storage).unsqueeze(1)

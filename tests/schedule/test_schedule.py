@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,6 @@ from fdora.jobs.schedule import (
     insert_noops,
     interleaved,
     merge,
-    one_f_one_b,
-    optimizer_steps,
     pack,
     plan_groups,
     schedule,
@@ -187,37 +184,6 @@ def test_every_fault_is_seen():
     assert verify([a, a2, b, (), b2], lengths, spec) == ("batch 1 of adapter 0 begins 1 after batch 0 ends, less than 2",)
     assert "begins -2 after" in verify([a2, b, a, b2], lengths, spec)[0]
     assert "more than 7" in verify([a, b, a2, b2], lengths, Spec(7, 2, 4))[0]  # 5 counts as 8
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_stage_trains_as_each_adapter_alone_would(stages):
-    """On each stage weights of exact fractions, moved when the schedule says so, in the order of 1F1B.
-
-    Each batch must meet one version of its adapter's weight, forward and backward: the one after all batches before.
-    """
-    lengths = [*drawn(4, 5, 3, seed=1)[:3], drawn(4, 3, 2, seed=2)[3]]
-    found = schedule(lengths, Spec(6144, stages, 64, 0))
-    steps = optimizer_steps(found.microbatches)
-    step = lambda w, gradient: w - gradient / 1000  # noqa: E731
-    slope = lambda w, sample: w * Fraction(sample.length, 4096) - 1  # noqa: E731
-    alone = []
-    for batches in lengths:
-        weights = [Fraction(0)]
-        for batch in batches:
-            weights.append(step(weights[-1], sum(slope(weights[-1], Sample(0, 0, 0, n)) for n in batch)))
-        alone.append(weights)
-    for order in one_f_one_b(stages, len(found.microbatches)):
-        weights = [[Fraction(0)] for _ in lengths]
-        sums = [Fraction(0) for _ in lengths]
-        for _, n, backward in order:
-            for sample in found.microbatches[n]:
-                assert len(weights[sample.adapter]) == sample.batch + 1, "another batch's weights"
-                if backward:
-                    sums[sample.adapter] += slope(weights[sample.adapter][-1], sample)
-            for a, _ in steps[n] if backward else ():
-                weights[a].append(step(weights[a][-1], sums[a]))
-                sums[a] = Fraction(0)
-        assert weights == alone
 
 
 def test_nothing_to_do():

@@ -1,8 +1,6 @@
 """``fdora train jobs.toml``: from files to adapters in files, as fdora.jobs.train makes them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from fdora.__main__ import main
 from fdora.jobs.causal import __main__ as command
 from fdora.jobs.schedule.order import batches_of
+from tests.process import torchrun
 
 WORDS = ["<s>", "</s>", *["the", "court", "holds", "that", "a", "cell", "is", "of", "some", "use"]]
 TOML = """
@@ -104,10 +103,8 @@ def test_two_processes_of_torchrun_train_what_one_does(folder, capsys):
     with pytest.raises(SystemExit):
         main(["train", str(folder / "jobs.toml")])
     assert "`stages` must be 1 in a process of its own, got 2. Start the processes by torchrun" in capsys.readouterr().err
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fdora"]
-    done = subprocess.run([*torchrun, "train", str(folder / "jobs.toml")], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("law ", "med ", "saved"))]
+    printed = torchrun("-m", "fdora", "train", folder / "jobs.toml", cwd=folder)
+    lines = [line for line in printed.splitlines() if line.startswith(("law ", "med ", "saved"))]
     assert sorted(line.partition(":")[0] for line in lines) == sorted(line.partition(":")[0] for line in said)
     for name, p in adapters(folder).items():
         torch.testing.assert_close(p, one[name], rtol=1e-3, atol=1e-5)

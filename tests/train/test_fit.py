@@ -24,11 +24,11 @@ from tests.memory import held_bytes
 NAMES = ("law", "med")
 
 
-def model_of(dropout=0.0, dtype=torch.bfloat16, attention="sdpa", **change):
+def model_of(dropout=0.0, dtype=torch.bfloat16, attention="sdpa", targets="all-linear", **change):
     sizes = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     config = LlamaConfig(**sizes | change, vocab_size=512)
     config._attn_implementation = attention
-    how = {"target_modules": "all-linear", "lora_dropout": dropout}
+    how = {"target_modules": targets, "lora_dropout": dropout}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = get_peft_model(model, LoraConfig(r=8, use_dora=True, **how), adapter_name="law")
@@ -36,15 +36,15 @@ def model_of(dropout=0.0, dtype=torch.bfloat16, attention="sdpa", **change):
     return model
 
 
-def jobs_of(length=64, labels=48, batch=2):
-    sample = {"input_ids": [5] * length, "labels": [-100] * (length - labels) + [5] * labels}
-    return [TrainJob(Job(name, 1e-3), [sample] * 4, batch=batch) for name in NAMES]
+def jobs_of():
+    sample = {"input_ids": [5] * 64, "labels": [-100] * 16 + [5] * 48}
+    return [TrainJob(Job(name, 1e-3), [sample] * 4, batch=2) for name in NAMES]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_forward_keeps_what_is_said(dropout):
-    """Packed: a mask of all tokens by all tokens in each layer."""
-    model = model_of(dropout)
+@pytest.mark.parametrize("how", [{}, {"dropout": 0.1}, {"targets": ["q_proj", "down_proj"]}], ids=str)
+def test_forward_keeps_what_is_said(how):
+    """Packed: a mask of all tokens by all tokens in each layer. Of an activation its inputs alone: of torch's f(gate), too."""
+    model = model_of(**how)
     layers, banks, course, *_ = prepared(model, jobs_of(), 256)
     work = course.works[0]
     packed = pack(course, work, torch.device("cpu"))._replace(seed=1)

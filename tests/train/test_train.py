@@ -27,15 +27,11 @@ from transformers import (
 
 from fdora import FdoraError
 from fdora.eager.dropout import drop
-from fdora.functional import DoraParams, dora_linear_multi
 from fdora.integrations._peft.blocks import Shared
 from fdora.jobs import TrainJob, train
 from fdora.jobs.causal import runs
-from fdora.jobs.causal.banks import Layer, arguments, layers_of, norm_of, norms_of, one_of, running
-from fdora.jobs.causal.data import Packed
+from fdora.jobs.causal.banks import one_of
 from fdora.jobs.loop import Job
-from fdora.jobs.loop.step import leaves_of
-from fdora.quant import quantize
 
 VOCAB = 61
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -278,19 +274,6 @@ def test_weights_of_four_bits():
         assert trained.losses[each.job.name] == pytest.approx(losses, rel=2e-5)
 
 
-def test_dropout_above_codes_is_that_above_their_weight():
-    W = quantize(torch.randn(32, 64), "nf4")
-    x, bias, ends = torch.randn(1, 9, 64, requires_grad=True), torch.randn(32), torch.tensor([4, 9], dtype=torch.int32)
-    params = DoraParams(torch.randn(2, 3, 64), torch.randn(2, 32, 3), torch.rand(2, 32))
-    found = []
-    for each in (W, W.dequantize()):
-        layer = Layer(each, (2.0, 0.5), (3, 3), bias, torch.tensor([[True], [False]]), torch.tensor([0.5, 0.25]))
-        y = dora_linear_multi(x, offsets=ends, **arguments(layer, params, norm_of(layer, params), seed=5))
-        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("model_of", [model_of, with_dropout], ids=["plain", "dropout"])
 def test_resumed_to_the_bit(model_of, tmp_path):
     """Stopped in the middle of batches, and again: parameters, losses and evaluations are those of a run without a stop."""
@@ -466,25 +449,6 @@ def test_the_model_is_its_own_again():
         assert wanted.losses[each.job.name] == pytest.approx(losses, rel=2e-5)
     model.set_adapter("code")
     assert loss_of(model, jobs[0].evaluation).item() == pytest.approx(wanted.evaluations["code"][4], rel=1e-5)
-
-
-def test_the_activation_keeps_its_inputs_alone():
-    """Of what is as wide as an MLP: gate, up, and what down reads. torch's operators would keep f(gate) as well."""
-    model, names, kept = model_of(), [*ADAPTERS], set()
-    layers, banks = layers_of(model, names)
-    params, _ = leaves_of({path: bank.params for path, bank in banks.items()})
-    ids = torch.arange(9)
-    packed = Packed(ids, ids % 3, ids, ids, (), torch.tensor([3, 6, 9], dtype=torch.int32))
-
-    def keep(t):
-        if t.shape[-1] == SIZES["intermediate_size"] and t.numel() == 9 * t.shape[-1]:
-            kept.add(t.data_ptr())
-        return t
-
-    with running(model, layers) as logits, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = logits(params, norms_of(layers, params), packed)
-        assert len(kept) == 3 * SIZES["num_hidden_layers"]
-        y.sum().backward()
 
 
 def test_a_model_that_fdora_fused():
