@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_leaves
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -106,8 +105,9 @@ def leave(listen: Listen, state: State, work: Work, data: Callable[[Work], Packe
 
 def leave_at_end(state: State, rows: Sequence[Job], left: Left) -> None:
     """Adapters whose parameters are not finite after their last step, which no loss has shown."""
+    tensors = [t for params in state.params.values() for t in params if t is not None]
     for a, job in enumerate(rows):
-        if job.name not in left and not all(bool(t[a].isfinite().all()) for t in tree_leaves(state.params)):
+        if job.name not in left and not all(bool(t[a].isfinite().all()) for t in tensors):
             remove(job.name, state, rows, left)
 
 

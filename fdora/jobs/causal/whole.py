@@ -242,13 +242,7 @@ def prepared(
     clock: Callable[[], float] | None = None,
 ) -> Prepared:
     """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
-    if dropout_mode not in ("peft", "lora"):
-        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
-    if capacity is not None:
-        check_positive(FN, "capacity", capacity, "It counts tokens.")
-    for a, each in enumerate(jobs):
-        check_job(f"jobs[{a}]", each)
-    check_names(FN, names := [each.job.name for each in jobs])
+    names = check_arguments(jobs, capacity, dropout_mode)
     layers, banks = layers_of(model, names, dropout_mode)
     orders, why = [order_of(each) for each in jobs], ""
     words = model.get_input_embeddings().weight.shape[0]
@@ -293,6 +287,19 @@ def prepared(
         for a, each in enumerate(judged)
     ]
     return Prepared(layers, banks, whole, evaluations, after, old, why)
+
+
+def check_arguments(jobs: Sequence[TrainJob], capacity: int | None, dropout_mode: str) -> list[str]:
+    """The names of the jobs."""
+    if dropout_mode not in ("peft", "lora"):
+        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
+    if capacity is not None:
+        check_positive(FN, "capacity", capacity, "It counts tokens.")
+    for a, each in enumerate(jobs):
+        check_job(f"jobs[{a}]", each)
+    names = [each.job.name for each in jobs]
+    check_names(FN, names)
+    return names
 
 
 def is_due(each: TrainJob, step: int, steps: int) -> bool:
