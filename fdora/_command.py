@@ -65,7 +65,11 @@ def using(fn: str, arg: str, want: str, remedy: str = "Check the path.") -> Iter
     except FdoraError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise fail(fn, arg, want, f"{type(error).__name__}: {error}", remedy) from None
+        raise fail(fn, arg, want, f"{type(error).__name__}: {one_line(error)}", remedy) from None
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 WRITTEN = "a file that can be written"

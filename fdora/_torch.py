@@ -286,6 +286,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     apply: half of the host time of a small layer. Ours are all positional, with no defaults.
     """
     if torch.compiler.is_compiling():
+        if functorch_active():  # a tensor that torch.func.grad was given says of itself no, until something is made of it
+            args = tuple([a.view_as(a) if isinstance(a, Tensor) else a for a in args])
         # Without a graph to build Dynamo would hand a forward that takes *args its ctx as well (torch 2.13): do without apply.
         wanted = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         return function.apply(*args) if wanted else function.forward(*args)

@@ -203,6 +203,22 @@ def test_func_grad(name):
         assert_exact(got[n], want[n], n)
 
 
+@pytest.mark.parametrize("name", ["norm", "compose", "linear_bias", "linear_own_norm", "mlp", "multi", "embedding"])
+def test_compiled_func_grad(name):
+    """One tensor is made inside. To Dynamo the others, as they were given, require no gradient."""
+    op = OPS[name]
+    t, first = inputs(op), op.trained[0]
+
+    def loss(trained, rest):
+        return loss_of(op)(trained | {first: 2 * trained[first]}, rest)
+
+    torch._dynamo.reset()
+    got = torch.compile(grad(loss), fullgraph=True, backend="aot_eager")(*split(op, t))
+    want = plain_grad(op, t | {first: 2 * t[first]})
+    for n in op.trained:
+        assert_exact(got[n], want[n] * (1 + (n == first)), n)
+
+
 def mapped(op, t, shared, count):
     """Values of each, and a gradient of each, are those of as many calls."""
     dims = {n: None if n in shared else 0 for n in t}

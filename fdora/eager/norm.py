@@ -182,7 +182,8 @@ def blocks(n: int, step: int) -> list[tuple[int, int]]:
 def _tile_bytes(W: Tensor, A: Tensor, B: Tensor, factored: bool, rows: int, cols: int) -> int:
     """Peak workspace of one tile. An operand that is not in acc, or that BLAS cannot stride over, is copied."""
     acc, (N, K), r = acc_dtype(W.dtype), W.shape, A.shape[0]
-    copied = [t.dtype != acc or 1 not in t.stride() for t in (W, A, B)]
+    # Dynamo fails at strides that it took for dynamic and then found to be constant: few tensors need to be asked for them
+    copied = [t.dtype != acc or not (t.is_contiguous() or 1 in t.stride()) for t in (W, A, B)]
     rows, cols = min(rows, N), min(cols, K)
     elements = copied[1] * r * cols + (1 + copied[2]) * rows * r
     if factored:

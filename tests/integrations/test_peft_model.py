@@ -372,6 +372,19 @@ def test_compile_in_one_graph(kind):
     assert dict(layer(model).lora_variant["default"].calls) == calls
 
 
+def test_one_compilation_for_parameters_of_other_sizes():
+    """Sizes and strides are dynamic then, and some found to be constant again: the rank, the adapters' columns."""
+    torch._dynamo.reset()
+    for N, K in ((24, 20), (40, 36)):
+        model, x = use_fdora(build(nn.Linear(K, N))), torch.randn(3, K, dtype=torch.float64)
+        trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+        def call(params, x, model=model):
+            return torch.func.functional_call(model, params, (x,))
+
+        assert_exact(torch.compile(call, fullgraph=True, backend="eager")(trained, x), model(x).detach())
+
+
 class Sharded(torch.Tensor):
     """A tensor subclass that fdora knows nothing of."""
 

@@ -11,6 +11,7 @@ pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from fdora import FdoraError
 from fdora.__main__ import main
 from fdora.jobs.causal import __main__ as command
 from fdora.jobs.schedule.order import batches_of
@@ -190,6 +191,14 @@ def test_a_job_that_is_new_in_the_file(folder, capsys):
     assert (folder / "out" / "med").exists()
 
 
+def test_where_peft_saves_an_adapter_named_default(folder, capsys):
+    toml = folder / "jobs.toml"
+    toml.write_text(toml.read_text().replace("[jobs.law]", "[jobs.default]"))
+    assert main(["train", str(toml)]) == 0
+    assert f"saved: {folder}/out, {folder}/out/med" in capsys.readouterr().out
+    assert (folder / "out" / "adapter_model.safetensors").exists()
+
+
 def test_what_diverges_is_not_saved(folder, capsys):
     toml = folder / "jobs.toml"
     toml.write_text(toml.read_text().replace("lr = 0.01", "lr = 1e30"))
@@ -208,6 +217,21 @@ def test_a_prompt_has_no_labels(folder):
     got = sample_of("a", {"prompt": "the court", "completion": "holds that"}, lambda: tokenizer)
     assert got == {"input_ids": [0, 2, 3, 4, 5, 1], "labels": [-100, -100, -100, 4, 5, 1]}
     assert sample_of("a", {"text": "a cell"}, lambda: tokenizer)["labels"] == [0, 6, 7, 1]
+    tokenizer.eos_token = None
+    with pytest.raises(FdoraError, match="`model` must be one whose tokenizer ends a sequence, got one without eos_token"):
+        sample_of("a", {"text": "a cell"}, lambda: tokenizer)
+
+
+def test_a_line_ends_where_json_does(tmp_path):
+    """Not at what a string may hold as it is. Empty lines count."""
+    from fdora.jobs.causal.__main__ import samples_of
+
+    sample, path = {"input_ids": [1], "labels": [1], "of": "a\u2028b\x85c"}, tmp_path / "data.jsonl"
+    path.write_text(json.dumps(sample, ensure_ascii=False) + "\n\n" + json.dumps(sample) + "\n")
+    assert samples_of(str(path), None) == [sample, sample]
+    path.write_text(path.read_text() + "{")
+    with pytest.raises(FdoraError, match=r"data.jsonl, line 4` must be JSON, got JSONDecodeError"):
+        samples_of(str(path), None)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +244,16 @@ def test_a_prompt_has_no_labels(folder):
         ("law.jsonl", "no.jsonl", "must be lines of JSON"),
         ("float32", "float33", "must be float32, bfloat16 or float16"),
         ("[jobs.law]", "[jobs.law", "must be a TOML file"),
+        ("/model", "/no model", "`model` must be a causal model of transformers"),
+        ('"cpu"', '"gpu"', "`device` must be one that torch has here, got 'gpu'"),
+        ("float32", "int64", "must be float32, bfloat16 or float16, got 'int64'"),
+        ('["q_proj", "v_proj"]', '["nope"]', "`jobs.law.adapter` must be what peft.LoraConfig takes, got Target modules"),
+        ("r = 4,", 'r = "4",', "`jobs.law.adapter` must be what peft.LoraConfig takes"),
+        ("[jobs.law]", '[jobs."a.b"]', "`jobs.a.b.adapter` must be what peft.LoraConfig takes"),
     ],
 )
-def test_mistakes_are_one_sentence(folder, capsys, old, new, said):
+def test_mistakes_are_one_sentence(folder, capsys, monkeypatch, old, new, said):
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)  # nothing else is said
     path = folder / "jobs.toml"
     text = path.read_text()
     assert old in text

@@ -394,6 +394,30 @@ def test_what_diverges_leaves(resumed, tmp_path, caplog):
     )
 
 
+def test_a_sample_without_labels_is_not_run():
+    """Its loss, 0, would not show that its adapter has diverged: the samples beside it would seem to have."""
+    g = torch.Generator().manual_seed(7)
+    law, bare, med = (torch.randint(VOCAB, (n,), generator=g).tolist() for n in (12, 5, 8))  # bare and med come first
+    whole = [{"input_ids": law, "labels": law}, {"input_ids": bare, "labels": [3] + [-100] * 4}] * 3
+    diverges = TrainJob(Job("law", lambda step: 1e30), whole, batch=2)
+    each = TrainJob(Job("med", 1e-2), [{"input_ids": med, "labels": med}] * 3, batch=1)
+    trained = train(model_of(), [diverges, each], capacity=13)
+    assert trained.diverged == {"law": 1} and trained.losses["med"] == pytest.approx(alone(model_of(), each)[0], rel=2e-5)
+
+
+def test_what_diverges_in_its_last_step_leaves(tmp_path, caplog):
+    """No loss shows it. What was done is the same when it is asked for again."""
+    law, med, _ = jobs_of()
+    law = law._replace(job=Job("law", lambda step: float("nan") if step == 1 else 1e-3), steps=2, evaluation=None)
+    for _ in range(2):
+        model = model_of()
+        trained = train(model, [law, med], capacity=40, folder=tmp_path)
+        assert trained.diverged == {"law": 2} and len(trained.losses["law"]) == 2 and len(trained.losses["med"]) == 4
+        before = parameters(model_of(), "law")
+        assert all(torch.equal(p, before[path]) for path, p in parameters(model, "law").items())
+    assert caplog.text.count("law diverged after 2 steps") == 2
+
+
 def test_what_is_finite_alone_leaves_too(monkeypatch):
     """Another mask of dropout may say so: it must come to an end."""
     losses_of = runs.losses_of
@@ -532,6 +556,15 @@ MODELS = {
         "without a loss of its router, got config.output_router_logits=True. Set it to False",
     ),
     "a classifier": (classifier, "a causal model of transformers .* got a LlamaForSequenceClassification, which lacks"),
+    "all is dropped": (with_adapter(lora_dropout=1.0), "whose lora_dropout is below 1, got 1.0 at .*q_proj`"),
+    "named as a part": (
+        lambda: model_of(adapters=ONE | {"weight": ADAPTERS["med"]}),
+        r"whose adapters are not named as parts of it, got \['law', 'weight'\]",
+    ),
+    "not finite": (
+        changed(lambda m: m.get_base_model().model.norm.weight.data.fill_(float("inf"))),
+        "whose outputs are finite, got some that are not",
+    ),
     "another adapter": (with_adapter(), "`adapters` must be names of linear adapters, got .'nobody'"),
 }
 
@@ -577,6 +610,11 @@ JOBS = {
     "no judge": (lambda: (GOOD._replace(evaluation=[]),), r"`jobs\[0\].evaluation` must be a sequence .* an empty one"),
     "batch": (lambda: (GOOD._replace(batch=0),), r"`jobs\[0\].batch` must be a positive int, got 0"),
     "steps": (lambda: (GOOD._replace(steps=0),), r"`jobs\[0\].steps` must be a positive int, got 0"),
+    "evaluate": (lambda: (GOOD._replace(evaluate=-1),), r"`jobs\[0\].evaluate` must be an int of 0 or more, got -1"),
+    "rate": (
+        lambda: (GOOD._replace(job=Job("law", float("nan"))),),
+        r"`jobs\[0\].lr` must be a function, or a finite .* got nan",
+    ),
     "text": (lambda: (GOOD._replace(data=["text"]),), r"`jobs\[0\].data\[0\]` must be a sample .* got TypeError"),
     "no labels": (lambda: (GOOD._replace(data=[{"input_ids": [1]}]),), r"`jobs\[0\].data\[0\]` .* got KeyError: 'labels'"),
     "fewer": (lambda: (GOOD._replace(data=[GOOD.data[0] | {"labels": [1]}]),), r"\(n,\) labels, n > 0, got \(3,\) and \(1,\)"),
@@ -584,7 +622,22 @@ JOBS = {
         lambda: (GOOD._replace(data=[*GOOD.data, {"input_ids": [1], "labels": [1]}], batch=1),),
         r"`jobs\[0\].data` must be such that each batch has a label, got none in samples \[1\]",
     ),
-    "long": (lambda: (GOOD._replace(data=[{part: [1] * 41 for part in GOOD.data[0]}]),), "at most 40 tokens"),
+    "long": (
+        lambda: (GOOD._replace(data=[*GOOD.data, {part: [1] * 41 for part in GOOD.data[0]}], seed=1),),
+        r"`jobs\[0\].data\[1\]` must be at most 40 tokens, the capacity, got 41",
+    ),
+    "no word": (
+        lambda: (GOOD._replace(data=[GOOD.data[0] | {"input_ids": [1, 2, VOCAB]}]),),
+        rf"`jobs\[0\].data\[0\]` must be of numbers from 0 to {VOCAB - 1}, got 1 to {VOCAB}",
+    ),
+    "no label of the vocabulary": (
+        lambda: (GOOD._replace(evaluation=[GOOD.data[0] | {"labels": [1, -1, 3]}]),),
+        rf"`jobs\[0\].evaluation\[0\]` must be of numbers from 0 to {VOCAB - 1}, got -1 to 3",
+    ),
+    "halves": (
+        lambda: (GOOD._replace(data=[GOOD.data[0] | {"input_ids": [1, 2.5, 3]}]),),
+        r"`jobs\[0\].data\[0\]` must be of ints, got torch.float32",
+    ),
     "drawn": (
         lambda: (GOOD._replace(data=Growing([None])),),
         r"the same whenever it is read, got 3 tokens and 2 labels, before 2",
@@ -597,6 +650,11 @@ def test_jobs_that_are_refused(case):
     make, message = JOBS[case]
     with pytest.raises(FdoraError, match=message):
         train(shared(), make(), capacity=40)
+
+
+def test_a_capacity_that_is_refused():
+    with pytest.raises(FdoraError, match="`capacity` must be a positive int, got -1"):
+        train(shared(), [GOOD], capacity=-1)
 
 
 @functools.cache

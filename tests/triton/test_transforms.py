@@ -31,6 +31,7 @@ CASES = {
     of.test_vmap_over_tokens: of.TOKENS,
     of.test_vmap_over_a_bank_of_adapters: of.OPS,
     of.test_compile: COMPILED,
+    of.test_compiled_func_grad: ("linear_bias",),
 }
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -39,8 +40,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdora._check import FdoraError, fail
-from fdora._command import WRITTEN, mistakes, parser_of, using
+from fdora._check import FLOATS, FdoraError, fail
+from fdora._command import WRITTEN, mistakes, one_line, parser_of, using
 from fdora.jobs.causal.data import IGNORED, Course, Step, TrainJob, check_job
 from fdora.jobs.causal.fit import card_of, memory_of, seconds_of, terms_of
 from fdora.jobs.causal.whole import Prepared, prepared, train
@@ -58,7 +59,7 @@ def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | No
     left = course.works[notes["position"] :]
     names, lines, stages = [each.job.name for each in jobs], [], course.schedule.spec.depth
     for a, each in enumerate(jobs):
-        kind, r = ("LoRA", "DoRA")[model.peft_config[names[a]].use_dora], max(layer.ranks[a] for layer in layers.values())
+        kind, r = "DoRA" if model.peft_config[names[a]].use_dora else "LoRA", max(layer.ranks[a] for layer in layers.values())
         lines.append(f"{of_job(each, a, course)}; {kind}, r = {r}")
     lines += [
         f"to do: {len(left)} of {len(course.works)} microbatches",
@@ -80,7 +81,7 @@ def words(model: Any, jobs: Sequence[TrainJob], ready: Prepared, card: Card | No
 
 def of_job(each: TrainJob, a: int, course: Course) -> str:
     lengths = [[sample.length for sample in work.samples if sample.adapter == a] for work in course.works]
-    seen, held = sum(map(len, lengths)), [n for n, own in enumerate(lengths) if own]
+    seen, held = sum(map(len, course.orders[a])), [n for n, own in enumerate(lengths) if own]
     return (
         f"{each.job.name}: {len(course.orders[a])} optimizer steps, {seen} samples, {sum(map(sum, lengths))} tokens, "
         f"{seen / len(each.data):.3g} epochs; in {len(held)} microbatches, waits in {held[-1] + 1 - len(held)} before its last"
@@ -125,8 +126,15 @@ def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[st
 
 def samples_of(path: str, tokenizer: Any) -> list[dict[str, list[int]]]:
     with using(FN, path, "lines of JSON"):
-        lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    return [sample_of(f"{path}, line {i + 1}", line, tokenizer) for i, line in enumerate(lines)]
+        lines = Path(path).read_text().split("\n")  # splitlines would also split at what JSON may hold: U+2028, form feeds
+    samples = []
+    for n, line in enumerate(lines, 1):
+        if line.strip():
+            arg = f"{path}, line {n}"
+            with using(FN, arg, "JSON", "Each line is one sample."):
+                found = json.loads(line)
+            samples.append(sample_of(arg, found, tokenizer))
+    return samples
 
 
 def sample_of(arg: str, line: Any, tokenizer: Any) -> dict[str, list[int]]:
@@ -139,8 +147,12 @@ def sample_of(arg: str, line: Any, tokenizer: Any) -> dict[str, list[int]]:
         want = "input_ids and labels, a text, or a prompt and a completion"
         raise fail(FN, arg, want, repr(line)[:60], "fdora train --help has an example.")
     prompt = tokenizer()(texts[0]).input_ids if texts[0] else []
+    end = tokenizer().eos_token_id
+    if end is None:
+        remedy = "Set eos_token in its tokenizer_config.json, or write input_ids and labels."
+        raise fail(FN, "model", "one whose tokenizer ends a sequence", "one without eos_token", remedy)
     # what begins a sequence belongs in front of the prompt alone
-    rest = [*tokenizer()(texts[1], add_special_tokens=not prompt).input_ids, tokenizer().eos_token_id]
+    rest = [*tokenizer()(texts[1], add_special_tokens=not prompt).input_ids, end]
     return {"input_ids": prompt + rest, "labels": [IGNORED] * len(prompt) + rest}
 
 
@@ -157,34 +169,55 @@ def jobs_of(found: dict[str, Any], tokenizer: Any) -> list[TrainJob]:
 
 def adapted(found: dict[str, Any], values: bool = True) -> Any:
     """The model with a new adapter for each job; without values it is read from its config alone."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, found.get("dtype", "bfloat16"), None)
-    if not isinstance(dtype, torch.dtype):
+    if dtype not in FLOATS:
         raise fail(FN, "dtype", "float32, bfloat16 or float16", repr(found["dtype"]), "It is that of the model's weights.")
     configs = {}
     for name, each in found["jobs"].items():
-        try:
+        with accepted(name):
             configs[name] = LoraConfig(task_type="CAUSAL_LM", **each["adapter"])
-        except (TypeError, ValueError) as error:
-            raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", str(error), "Look there.") from None
     torch.manual_seed(found.get("seed", 0))
-    (first, config), *rest = configs.items()
     with nullcontext() if values else torch.device("meta"):
-        if values:
-            model: Any = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
-            model = model.to(device_of(found))
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(found["model"]), dtype=dtype)
-        model = get_peft_model(model.eval(), config, adapter_name=first)
-        for name, config in rest:
-            model.add_adapter(name, config)
+        with using(FN, "model", MODEL):
+            if values:
+                model: Any = AutoModelForCausalLM.from_pretrained(found["model"], dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(found["model"]), dtype=dtype)
+        model = (model.to(device_of(found)) if values else model).eval()
+        for name, config in configs.items():
+            with accepted(name):
+                if isinstance(model, PeftModel):
+                    model.add_adapter(name, config)
+                else:
+                    model = get_peft_model(model, config, adapter_name=name)
     return model
 
 
+MODEL = "a causal model of transformers, with a tokenizer where there are texts"
+
+
+@contextmanager
+def accepted(name: str) -> Iterator[None]:
+    """What PEFT says of a job's adapter; of its name that is a KeyError."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, re.error) as error:
+        raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", one_line(error), "Look there.") from None
+
+
 def device_of(found: dict[str, Any]) -> torch.device:
-    return torch.device(found.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+    name = found.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        there = device.type == "cpu" or torch.get_device_module(device).is_available()
+    except RuntimeError:
+        there = False
+    if not there:
+        raise fail(FN, "device", "one that torch has here", repr(name), "fdora plan knows others by --gpu.")
+    return device
 
 
 @contextmanager
@@ -224,7 +257,8 @@ def main(argv: list[str] | None = None) -> int:
         def tokenizer() -> Any:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(found["model"])
+            with using(FN, "model", MODEL):
+                return AutoTokenizer.from_pretrained(found["model"])
 
         jobs, stages, output = jobs_of(found, tokenizer), found.get("stages", 1), Path(found["output"])
         folder = output / "checkpoint"
@@ -246,7 +280,8 @@ def main(argv: list[str] | None = None) -> int:
             names = [name for name in found["jobs"] if name not in done.diverged]
             if first:
                 model.save_pretrained(output, selected_adapters=names)
-                print(f"saved: {', '.join(str(output / name) for name in names)}")
+                places = [output if name == "default" else output / name for name in names]  # as PEFT has it
+                print(f"saved: {', '.join(map(str, places))}")
                 for name, steps in done.diverged.items():
                     print(f"not saved: {name}, which diverged after {steps} steps")
     return int(bool(done.diverged))

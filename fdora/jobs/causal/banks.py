@@ -85,6 +85,9 @@ def layers_of(model: Any, names: Sequence[str], dropout_mode: Mode = "peft") -> 
     for name in names:
         found = len(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
         held = sum(2 + bank.dora[bank.adapters.index(name)] for bank in banks.values() if name in bank.adapters)
+        if found < held:  # PEFT takes tensors of a part that is named as an adapter for that adapter's
+            have, remedy = sorted(model.peft_config), "PEFT cannot save the others either: give it another name."
+            raise fail(FN, "model", "one whose adapters are not named as parts of it", have, remedy)
         if found != held:
             remedy = "Embeddings, convolutions, biases and modules_to_save are trained one adapter after the other."
             raise fail(FN, "model", f"such that {name!r} adapts linear layers alone", f"{found - held} other tensors", remedy)
@@ -97,6 +100,10 @@ def layers_of(model: Any, names: Sequence[str], dropout_mode: Mode = "peft") -> 
         rows = [names.index(name) for name in bank.adapters]
         params = DoraParams(*(None if t is None else spread(rows, len(names), t) for t in bank.params))
         drops = [getattr(layer.lora_dropout[name], "p", 0.0) for name in bank.adapters]
+        if max(drops) >= 1:
+            raise fail(
+                FN, "model", "one whose lora_dropout is below 1", f"{max(drops)} at `{path}`", "Nothing would be learnt."
+            )
         own = dict(zip(rows, zip(bank.s, bank.ranks, bank.dora, drops, strict=True), strict=True))
         s, ranks, dora, ratios = zip(*(own.get(row, (1.0, 1, False, drops[0])) for row in range(len(names))), strict=True)
         which = None if params.m is None or all(dora) else torch.tensor(dora, device=W.device)[:, None]
@@ -265,6 +272,9 @@ def check_apart(model: Any, see: Callable[[Packed], Tensor], device: torch.devic
     packed = Packed(ids, ids % 3, ids[[0, 1, 2, 6, 7]], ids, (), ends)
     others = packed._replace(ids=ids[[0, 1, 2, 5, 4, 3, 6, 7, 0]]), packed._replace(places=ids)
     here, there, joined = map(see, (packed, *others))
+    if not bool(here.isfinite().all()):
+        remedy = "Load it in bfloat16 or float32, or look for what is not finite in its weights and adapters."
+        raise fail(FN, "model", "one whose outputs are finite", "some that are not", remedy)
     if not bool((here - there).abs().max() <= 0.01 * (here - joined).abs().max()):
         raise unknown(model.get_base_model(), "lets packed samples, or earlier tokens, see more than they may")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fdora._check import check_positive, fail
 from fdora._command import progress
 from fdora.jobs.loop import Job, Work, works_of
+from fdora.jobs.loop.records import check_optimizer
 from fdora.jobs.loop.step import on
 from fdora.jobs.schedule import Sample, Schedule, Spec, schedule, segment_ends, to_json
 from fdora.jobs.schedule.records import Microbatch
@@ -26,7 +28,7 @@ class TrainJob(NamedTuple):
     """How. Its name is the adapter's, as in ``model.add_adapter``."""
     data: Any
     """Samples: ``data[i]`` has "input_ids" and "labels", numbers, one for each token; -100 is a label that does not count. Each
-    sample is read once for its length and once in each epoch."""
+    sample is read once for its length and, if it has labels that count, once in each epoch."""
     batch: int = 8
     """Samples between two steps of the optimizer; the last batch of an epoch may have fewer."""
     epochs: int = 1
@@ -118,6 +120,10 @@ def check_job(arg: str, each: Any) -> None:
     for field in ("batch", "epochs", "steps"):
         if field != "steps" or each.steps is not None:
             check_positive(FN, f"{arg}.{field}", getattr(each, field), "It counts samples, epochs or optimizer steps.")
+    if type(each.evaluate) is not int or each.evaluate < 0:
+        remedy = "It counts optimizer steps; 0 evaluates at the end alone."
+        raise fail(FN, f"{arg}.evaluate", "an int of 0 or more", repr(each.evaluate), remedy)
+    check_optimizer(FN, arg, each.job)
 
 
 def order_of(each: TrainJob) -> list[list[int]]:
@@ -133,16 +139,23 @@ def order_of(each: TrainJob) -> list[list[int]]:
     return found[:wanted]
 
 
-def read(arg: str, data: Any, wanted: Iterable[int], name: str) -> Read:
+def read(arg: str, data: Any, wanted: Iterable[int], name: str, words: int) -> Read:
+    """``words``: of the model's vocabulary. A GPU would say of a number that is none of them only that something failed."""
     tokens, labels = dict[int, int](), dict[int, int]()
     for i in progress(sorted(set(wanted)), f"lengths of {name}"):
         ids, counted = sample_of(f"{arg}[{i}]", data[i])
-        tokens[i], labels[i] = len(ids), int((counted[1:] != IGNORED).sum())
+        counted = counted[1:][counted[1:] != IGNORED]
+        tokens[i], labels[i] = len(ids), len(counted)
+        numbers = torch.cat([ids, counted])
+        if numbers.min() < 0 or numbers.max() >= words:
+            have = f"{int(numbers.min())} to {int(numbers.max())}"
+            raise fail(FN, f"{arg}[{i}]", f"of numbers from 0 to {words - 1}", have, "Take the tokenizer of this model.")
     return Read(arg, data, tokens, labels)
 
 
 def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], parts: Iterable[Part]) -> Course:
-    """The schedule of these samples. The loss of each is a sum over its labels, so its weight is 1 / labels of its batch."""
+    """The schedule of these samples. The loss of each is a sum over its labels, so its weight is 1 / labels of its batch.
+    A sample without labels adds nothing and is left out: nor could its loss show that its adapter has diverged."""
     labels = dict[tuple[int, int], int]()
     for a, batches in enumerate(orders):
         for j, batch in enumerate(batches):
@@ -155,8 +168,16 @@ def course_of(reads: Sequence[Read], orders: Sequence[Sequence[Sequence[int]]], 
         row = row[: part.start]
         done, left = {sample for each in row for sample in each}, list[list[list[Sample]]]()
         for a in part.adapters:  # by batches, without what is done
-            every = ([Sample(a, j, n, reads[a].tokens[i]) for n, i in enumerate(batch)] for j, batch in enumerate(orders[a]))
+            lengths, labelled = reads[a].tokens, reads[a].labels
+            every = (
+                [Sample(a, j, n, lengths[i]) for n, i in enumerate(batch) if labelled[i]] for j, batch in enumerate(orders[a])
+            )
             left.append([own for batch in every if (own := [sample for sample in batch if sample not in done])])
+        for a, j, n, length in chain.from_iterable(chain.from_iterable(left)):
+            if length > part.capacity:
+                want = f"at most {part.capacity} tokens, the capacity"
+                remedy = "Truncate or split the sample, or raise the capacity."
+                raise fail(FN, f"{reads[a].arg}[{orders[a][j][n]}]", want, length, remedy)
         found = schedule(
             [[[s.length for s in batch] for batch in each] for each in left], Spec(part.capacity, depth=part.depth, seconds=0)
         )
@@ -175,14 +196,16 @@ def check_data(arg: str, data: Any) -> None:
 def sample_of(arg: str, sample: Any) -> tuple[Tensor, Tensor]:
     """Its tokens and labels, (n,) each."""
     try:
-        ids, labels = (torch.as_tensor(sample[part]).long() for part in ("input_ids", "labels"))
+        ids, labels = (torch.as_tensor(sample[part]) for part in ("input_ids", "labels"))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         want = 'a sample with "input_ids" and "labels", numbers'
         raise fail(FN, arg, want, f"{type(error).__name__}: {error}", "Tokenize the data set first.") from None
     if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
         have = f"{tuple(ids.shape)} and {tuple(labels.shape)}"
         raise fail(FN, arg, "of (n,) input_ids and (n,) labels, n > 0", have, "There is a label for each token.")
-    return ids, labels
+    if ids.is_floating_point() or labels.is_floating_point():
+        raise fail(FN, arg, "of ints", f"{ids.dtype} and {labels.dtype}", "Tokenize the data set first.")
+    return ids.long(), labels.long()
 
 
 def pack(course: Course, work: Work, device: torch.device) -> Packed:

@@ -100,8 +100,20 @@ def leave(listen: Listen, state: State, work: Work, data: Callable[[Work], Packe
     own = [without(work, rows, {*names} - {name}) for name in names]
     losses = zip(names, listen(state, own, data), strict=True)
     for name in [name for name, each in losses if not bool(each.isfinite().all())] or names:
-        left[name] = next(n for n, job in zip(state.steps, rows, strict=True) if job.name == name)
-        logger.warning("%s diverged after %d steps and leaves: it stays as it was", name, left[name])
+        remove(name, state, rows, left)
+
+
+def leave_at_end(state: State, rows: Sequence[Job], left: Left) -> None:
+    """Adapters whose parameters are not finite after their last step, which no loss has shown."""
+    tensors = [t for params in state.params.values() for t in params if t is not None]
+    for a, job in enumerate(rows):
+        if job.name not in left and not all(bool(t[a].isfinite().all()) for t in tensors):
+            remove(job.name, state, rows, left)
+
+
+def remove(name: str, state: State, rows: Sequence[Job], left: Left) -> None:
+    left[name] = next(n for n, job in zip(state.steps, rows, strict=True) if job.name == name)
+    logger.warning("%s diverged after %d steps and leaves: it stays as it was", name, left[name])
 
 
 def without(work: Work, rows: Sequence[Job], left: Collection[str]) -> Work:

@@ -18,7 +18,7 @@ from fdora.functional import DoraParams
 from fdora.jobs.causal.banks import Layer, Mode, layers_of, norms_of, running
 from fdora.jobs.causal.data import FN, Course, Part, Step, Trained, TrainJob, check_job, course_of, order_of, read
 from fdora.jobs.causal.fit import card_of, chosen, clock_of, most, terms_of, timer_of
-from fdora.jobs.causal.runs import Ran, Runs, alone, cut_of, depth_for, logger, shares, staged
+from fdora.jobs.causal.runs import Ran, Runs, alone, cut_of, depth_for, leave_at_end, logger, shares, staged
 from fdora.jobs.loop import Job, Links, State, Work, connect, init_state, load, read_notes, save
 from fdora.jobs.loop.records import FILE, TREES, Keep, check_names, kept_of
 from fdora.jobs.loop.watch import watching
@@ -82,13 +82,15 @@ def train(
       clock: by which the capacity is timed on a CPU, too; or another than the GPU's.
 
     Returns:
-      The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite
-      leaves, and is in the model what it was before; the others go on as if it had never been there.
+      The losses of all batches, those before a stop among them, and the evaluations. An adapter whose loss is not finite, or
+      whose last step made parameters that are not, leaves, and is in the model what it was before; the others go on as if it
+      had never been there.
 
     Raises:
       FdoraError: the model is of another kind, has dropout elsewhere than before its adapters or a loss of its router, a
         weight below an adapter that cannot be read, or learns more than its linear adapters; a job has no such adapter or no
-        data; a sample is longer than the capacity; a batch has no label; the folder is of another training.
+        data; a sample is longer than the capacity, or not of the model's vocabulary; a batch has no label; the folder is of
+        another training.
 
     Memory: beside the model and one microbatch's activations, the adapters' parameters five times (gradients, AdamW) and their
     norms; logits only of tokens with a label.
@@ -132,8 +134,9 @@ def train(
             if not more:
                 break
             jobs = [*jobs, *more]
-        names, left = [job.name for job in rows], notes["diverged"]
-        put_back(model, ready.banks, runs.whole(state), names, left)
+        names, left, state = [job.name for job in rows], notes["diverged"], runs.whole(state)
+        leave_at_end(state, rows, left)
+        put_back(model, ready.banks, state, names, left)
         losses = {name: tuple(each[: left.get(name)]) for name, each in notes["losses"].items()}
         return Trained(losses, {name: dict(each) for name, each in notes["evaluations"].items()}, left)
 
@@ -239,16 +242,13 @@ def prepared(
     clock: Callable[[], float] | None = None,
 ) -> Prepared:
     """``card``: another than that of the model's device. ``depth``: of the schedule, that of a pipeline."""
-    if dropout_mode not in ("peft", "lora"):
-        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
-    for a, each in enumerate(jobs):
-        check_job(f"jobs[{a}]", each)
-    check_names(FN, names := [each.job.name for each in jobs])
+    names = check_arguments(jobs, capacity, dropout_mode)
     layers, banks = layers_of(model, names, dropout_mode)
     orders, why = [order_of(each) for each in jobs], ""
-    reads = [read(f"jobs[{a}].data", jobs[a].data, chain(*order), names[a]) for a, order in enumerate(orders)]
+    words = model.get_input_embeddings().weight.shape[0]
+    reads = [read(f"jobs[{a}].data", jobs[a].data, chain(*order), names[a], words) for a, order in enumerate(orders)]
     judged = [
-        None if data is None else read(f"jobs[{a}].evaluation", data, range(len(data)), names[a])
+        None if data is None else read(f"jobs[{a}].evaluation", data, range(len(data)), names[a], words)
         for a, data in enumerate(each.evaluation for each in jobs)
     ]
     notes = notes_of(folder, names)
@@ -287,6 +287,19 @@ def prepared(
         for a, each in enumerate(judged)
     ]
     return Prepared(layers, banks, whole, evaluations, after, old, why)
+
+
+def check_arguments(jobs: Sequence[TrainJob], capacity: int | None, dropout_mode: str) -> list[str]:
+    """The names of the jobs."""
+    if dropout_mode not in ("peft", "lora"):
+        raise fail(FN, "dropout_mode", "'peft' or 'lora'", repr(dropout_mode), "'lora' drops the adapter's input alone.")
+    if capacity is not None:
+        check_positive(FN, "capacity", capacity, "It counts tokens.")
+    for a, each in enumerate(jobs):
+        check_job(f"jobs[{a}]", each)
+    names = [each.job.name for each in jobs]
+    check_names(FN, names)
+    return names
 
 
 def is_due(each: TrainJob, step: int, steps: int) -> bool:

@@ -7,6 +7,7 @@ gathered from. The names of the jobs are inside of it, so a name is any text.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fdora._check import fail
+from fdora._check import fail, is_number
 from fdora.convert.files import make_folder, readable, writable, write_file
 from fdora.jobs.schedule import Schedule, optimizer_steps
 from fdora.jobs.schedule.order import Batch
@@ -88,10 +89,12 @@ def init_state(params: Params, jobs: Sequence[Job], keep: Keep = None) -> State:
       keep: of the :class:`Model` or :class:`Stage` that will train them.
 
     Raises:
-      FdoraError: a tensor has not one row for each job, or is not floating, or two jobs share a name.
+      FdoraError: a tensor has not one row for each job, or is not floating, two jobs share a name, or AdamW has no such number.
     """
     fn = "jobs.loop.init_state"
     check_names(fn, [job.name for job in jobs])
+    for a, job in enumerate(jobs):
+        check_optimizer(fn, f"jobs[{a}]", job)
     for path, t in zip(*optree.tree_flatten_with_path(params)[:2], strict=True):
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 1 or t.shape[0] != len(jobs):
             have = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
@@ -112,6 +115,25 @@ def check_names(fn: str, names: Sequence[str]) -> None:
             raise fail(
                 fn, "jobs", "named by text of 1 to 200 bytes in UTF-8 without NUL", repr(name), "Give the Job another name."
             )
+
+
+def check_optimizer(fn: str, arg: str, job: Job) -> None:
+    """The numbers of AdamW. What a function gives as the rate is its own affair."""
+    pair = isinstance(job.betas, (tuple, list)) and len(job.betas) == 2
+    fits = {
+        "lr": ("a function, or a finite number of 0 or more", callable(job.lr) or within(job.lr)),
+        "clip": ("None or a number above 0", job.clip is None or (within(job.clip) and job.clip > 0)),
+        "betas": ("two numbers in [0, 1)", pair and all(within(beta, 1.0) for beta in job.betas)),
+        "eps": ("a finite number of 0 or more", within(job.eps)),
+        "weight_decay": ("a finite number of 0 or more", within(job.weight_decay)),
+    }
+    for field, (want, fit) in fits.items():
+        if not fit:
+            raise fail(fn, f"{arg}.{field}", want, repr(getattr(job, field)), "They are torch.optim.AdamW's numbers.")
+
+
+def within(value: object, end: float = math.inf) -> bool:
+    return is_number(value) and 0 <= value < end
 
 
 def check_jobs(fn: str, jobs: Sequence[Job], state: State, which: str, remedy: str) -> list[str]:
