@@ -34,14 +34,9 @@ def at_once(on: Device, of: Given) -> bool:
     bytes are slow. Where the sum for dA draws dropout's mask it is apart.
     """
     x, dz, r, grads = of.x, of.dy, of.la.A.shape[0], of.grads
-    if (
-        grads.A is None
-        or grads.B is None
-        or drawn_inside(x, of.la.seed, r)
-        or x.dtype == torch.float32
-        or on.capability < 80
-        or r % 8
-    ):
+    if grads.A is None or grads.B is None or drawn_inside(x, of.la.seed, r):
+        return False
+    if x.dtype == torch.float32 or on.capability < 80 or r % 8:
         return False
     if (x.stride[1], dz.stride[1]) != (1, 1):
         return False

@@ -66,8 +66,8 @@ class HConfig(NamedTuple):
 
 def h_config(M: int, K: int, ranks: Sequence[int], half: bool, beside: bool, experts: bool, device: Device) -> HConfig:
     """Of the rank of each adapter. What counts are bytes under way on all multiprocessors: programs that are fewer share K.
-    us on an H200, with the pass behind them (`python -m bench tune bank_low`): 2048 tokens of ranks 8 to 64, K = 4096 and
-    14336, 12 and 26 where programs with all of K take 19 and 55; at 8192 tokens these are the faster. Wider steps pay where
+    us on an H200, with the pass behind them, by a script (whole calls: h200/bank_low): 2048 tokens of ranks 8 to 64, K = 4096
+    and 14336, 12 and 26 where programs with all of K take 19 and 55; at 8192 tokens these are the faster. Wider steps pay where
     there is one program for each multiprocessor, or many ``beside`` another kernel. Experts were not timed."""
     R, block_m = max(ranks), 32 if half and max(ranks) <= 32 else 64
     block_r = power_of_two(R) if R <= 32 else 64

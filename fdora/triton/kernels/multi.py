@@ -263,14 +263,13 @@ def _place_of_h(
     offsets, ranks, M, G, R, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Of a program of h: its tokens, the first row of its pair beside them and the first token, its adapter and that one's
-    bounds, and its ranks with the adapter's own."""
-    PARTS: tl.constexpr = TILE // BLOCK_M
-    pair = row_at(tl.cdiv(R, BLOCK_R), FLAT) // PARTS
-    part = row_at(tl.cdiv(R, BLOCK_R), FLAT) % PARTS * BLOCK_M
+    """Of a program of h: its first token and the row of pad for it, its adapter and the bounds of that one's segment, its first
+    rank and how many the adapter has."""
+    pair = row_at(tl.cdiv(R, BLOCK_R), FLAT) // (TILE // BLOCK_M)
+    inside = row_at(tl.cdiv(R, BLOCK_R), FLAT) % (TILE // BLOCK_M) * BLOCK_M
     tile, a, lo, hi = pair_of(pair, offsets, G, M, TILE, BLOCK_G)
     first_r = column_at(tl.cdiv(R, BLOCK_R), FLAT) * BLOCK_R
-    return tile * TILE + part, pair * TILE + part, a, lo, hi, first_r, rank_of(ranks, a, G, R)
+    return tile * TILE + inside, pair * TILE + inside, a, lo, hi, first_r, rank_of(ranks, a, G, R)
 
 
 @triton.jit
@@ -278,6 +277,7 @@ def _put_h(
     acc, first, row, a, mine, r, rank, s, only_s, seed, h, pad, gain, G, R, stride_hm, stride_pm, APART: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
+    """s_a times what was summed, into h and pad."""
     t = first + tl.arange(0, BLOCK_M)
     known, scale = both(mine, r < rank), only_s
     if s is not None:
