@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
+from fdora._records import Operands
 from fdora.functional import dora_linear
 from fdora.quant import TABLES, Codes8, Lut4
 from fdora.quant.bnb import UNIT
@@ -15,13 +16,13 @@ from fdora.triton import small
 from fdora.triton.codes import Coded, Ints, packed
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.lookup import PICKED, SCALED
-from fdora.triton.small import reads
+from fdora.triton.small import Out, reads, small_forward
 from fdora.triton.tiles.codes import CodesConfig, small_codes_config
 from tests import device
-from tests.triton.coded import weight_of
+from tests.triton.coded import case_of, weight_of
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401
 from tests.triton.test_quant_norm import HALF, INTS, MODES, SCALES, every_pair, executed
-from tests.triton.written import FP32, HOPPER, likes_of_codes
+from tests.triton.written import FP32, HOPPER, likes_of_codes, results_of
 
 # tokens and tiles: one slice and several; a table for each word, for each group and for several; K in parts, the last one shorter
 ROWS = CodesConfig(16, 128, 2, 2, 2), CodesConfig(32, 256, 1, 4, 2), CodesConfig(16, 128, 1, 2, 2, 2)
@@ -91,6 +92,43 @@ def test_every_weight_is_that_of_a_dense_w(weight, chosen_anew, monkeypatch):
 
 
 # what needs no kernels
+
+
+NF4 = Lut4("nf4", True, 64, "nested", "flat"), 40, 256
+# tokens and ranks: h B^T is a part of its own, or all of B is asked for at once by the kernel that adds the parts
+LOW = [(NF4, M, r, adapter, ROWS[2]) for M, r, adapter in ((1, 384, HALF), (16, 70, FP32), (3, 600, HALF), (5, 40, FP32))]
+LOW += [(INTS[i], 3, 70, HALF, rows) for i, name in ((0, "hqq"), (4, "gptq"), (10, "awq")) for rows in WORDS[name]]
+LOW += [(NF4, 1, 16, HALF, None), ((Codes8("e4m3", "row", (0, 0), 1.0), 133, 75), 17, 5, FP32, ROWS[0])]  # as the plan chooses
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weight", "M", "r", "adapter", "rows"), LOW, ids=str)
+def test_the_low_rank_term_is_added_in_float32(weight, M, r, adapter, rows):
+    """Before anything is rounded: only the order of sums lies between float64 and a y in float32."""
+    case, (_, N, K) = case_of(*weight), weight
+    shapes = (M, K), (r, K), (N, r), (N,), (N,), (N,)
+    x, A, B, m, c, bias = (torch.randn(shape, device=device.NAME) for shape in shapes)
+    m, c, (A, B) = m.abs() + 0.5, c.abs() + 0.5, ((t * by).to(adapter) for t, by in ((A, K**-0.5), (B, 0.05)))
+    given = [x.to(HALF), A, B, m, c, bias.to(HALF)]
+
+    def write(plan, *likes):
+        x, A, B = (plan.matrix(like) for like in likes[:3])
+        m, c, bias = (plan.vector(like) for like in likes[3:6])
+        operands = Operands(packed(plan, likes[6:], case.coded), A, B, m, c, bias, None)
+        out = Out(plan.result("y", (M, N), FP32), plan.result("h", (M, r), HALF), plan.result("pre", (M, N), FP32))
+        small_forward(plan, x, operands, plan.scalar("s"), out, rows)
+
+    y, h, pre = results_of(write, *given, *case.tensors, scalars=(0.7,))
+    x, A, B, m, c, bias = (t.double() for t in given)
+    want = x @ case.W.to(HALF).double().T + h.double() @ B.to(HALF).double().T
+    near(h, 0.7 * x @ A.T, 1e-3)
+    near(pre, want, 2e-6)
+    near(y, want * (m / c) + bias, 2e-6)
+
+
+def near(got, want, limit):
+    error = ((got.double() - want).norm() / want.norm()).item()
+    assert error <= limit, f"{error:.1e}"
 
 
 def is_read(shape, form, aligned=True):
