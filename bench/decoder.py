@@ -85,13 +85,13 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def compiled_forward(way: str, mode: str | None = None, forward: Callable = forward_of, dynamic: bool = False) -> Callable:
+def compiled_forward(way: str, mode: str | None = None, forward: Callable = forward_of, **options: bool) -> Callable:
     """The forward of a way's layers, compiled, or `call` of its model with all hooks: a function with a code object of its own.
 
     Dynamo keeps there what it compiled, so no way walks past the guards of others.
     """
     own = types.FunctionType(forward.__code__.replace(co_name=f"forward_{way}"), forward.__globals__)
-    return torch.compile(own, mode=mode, dynamic=dynamic)
+    return torch.compile(own, mode=mode, **{"dynamic": False, **options})
 
 
 def compile_each(way: str, layers: Iterable[nn.Module]) -> None:

@@ -18,12 +18,14 @@ forward keeps for its backward beside parameters and x.
     lora_grouped    LoRA by grouped_mm
     fdora           dora_experts, dora_experts_mlp
     fdora_inside    the same, its norms computed in every call
+    fdora_fp8       fdora on e4m3 codes with scales of rows, 8-bit products in both directions
 
 An MLP of a rival takes the rows of each token by an index that is there, and adds them up by index_add; fdora sorts in its
 call.
 
 Before it is timed every fdora way is compared with float64: y and the gradients of x and the gates, in a layer of all
-parameters. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end.
+parameters. A way that cannot run is listed with its reason, and a wrong fdora fails the command at its end, but for 8 bits,
+whose error with the dense W is recorded.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from bench.truth import errors as errors_of
 from bench.truth import exact, gradients
 from bench.ways import BF16, DTYPES, S, Way, away, by_mode, checked, differentiated, fresh, lora, ratios
 from fdora.functional import DoraLayer, dora_experts, dora_experts_mlp, dora_linear
+from fdora.quant import QuantWeight, quantize
 
 MODELS = {  # experts, experts of a token, hidden size, F
     "mixtral": (8, 2, 4096, 14336),
@@ -56,7 +59,7 @@ MODELS = {  # experts, experts of a token, hidden size, F
 class Stack(NamedTuple):
     """One layer of all experts, its adapters away from their start."""
 
-    W: Tensor
+    W: Tensor | QuantWeight
     A: Tensor
     B: Tensor
     m: Tensor
@@ -66,6 +69,10 @@ class Stack(NamedTuple):
     def random(cls, E: int, N: int, K: int, r: int, adapter: torch.dtype, generator: torch.Generator) -> Stack:
         W = torch.randn(E, N, K, generator=generator, device=generator.device, dtype=BF16).mul_(K**-0.5)
         return cls(W, *away(W, r, adapter, generator))
+
+    def in_codes(self) -> Stack:
+        """W rounded to e4m3; the norm stays that of the dense W."""
+        return self._replace(W=quantize(self.W.flatten(0, 1), "fp8", block="row", dtype=BF16))
 
     def layer(self, norm: bool = True) -> DoraLayer:
         return DoraLayer(self.W, self.A, self.B, self.m, S, None, self.norm if norm else None)
@@ -98,15 +105,19 @@ class Case(NamedTuple):
         offsets = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device)
         return cls(x, up, down, ids, weight.softmax(1), order, offsets, lengths)
 
-    def fresh(self) -> Case:
-        return fresh(self, ("x", "gates"))._replace(up=fresh(self.up, "ABm"), down=fresh(self.down, "ABm"))
+    def fresh(self, name: str) -> Case:
+        """Leaves of a way's own."""
+        stacks = {label: fresh(getattr(self, label), "ABm") for label in ("up", "down")}
+        if name in CODES:
+            stacks = {label: stack.in_codes() for label, stack in stacks.items()}
+        return fresh(self, ("x", "gates"))._replace(**stacks)
 
 
 def linear_of(name: str) -> Callable[[Tensor, Stack, Case], Tensor]:
     """Sorted rows through one layer."""
     if name.startswith("fdora"):
         norm = (lambda p: None) if name == "fdora_inside" else (lambda p: p.norm)
-        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=norm(p))
+        return lambda x, p, i: dora_experts(x, p.W, p.A, p.B, p.m, s=S, offsets=i.offsets, norm=norm(p), **CODES.get(name, {}))
     if name == "frozen_grouped":
         return lambda x, p, i: F.grouped_mm(x, p.W.mT, offs=i.offsets)
     if name == "lora_grouped":
@@ -118,6 +129,7 @@ def one_by_one(layer: Callable[..., Tensor], x: Tensor, p: Stack, i: Case) -> Te
     return torch.cat([layer(part, *(t[e] for t in p)) for e, part in enumerate(x.split(i.lengths)) if len(part)])
 
 
+CODES = {"fdora_fp8": {"compute": "fp8", "grad_compute": "fp8"}}
 # Of one expert's tokens: x, W, A, B, m and the norm.
 LOOPS = {
     "frozen_loop": lambda x, W, *_: F.linear(x, W),
@@ -149,19 +161,20 @@ def leaves_of(name: str, **stacks: Stack) -> dict[str, Tensor]:
 
 
 def layer_way(name: str, i: Case) -> Way:
-    i = i.fresh()
+    i = i.fresh(name)
     rows = i.x.detach()[i.order // i.ids.shape[1]].requires_grad_()
-    linear, dy = linear_of(name), torch.randn(len(rows), i.up.W.shape[1], device=rows.device).to(BF16)
+    linear, dy = linear_of(name), torch.randn(len(rows), i.up.m.shape[1], device=rows.device).to(BF16)
     return differentiated(lambda: linear(rows, i.up, i), {"x": rows, **leaves_of(name, up=i.up)}, dy)
 
 
 def mlp_way(name: str, i: Case) -> Way:
-    i = i.fresh()
+    i = i.fresh(name)
     leaves = {"x": i.x, "gates": i.gates, **leaves_of(name, up=i.up, down=i.down)}
-    dy, given = torch.randn(i.x.shape, device=i.x.device).to(BF16), name == "fdora"
+    dy, given = torch.randn(i.x.shape, device=i.x.device).to(BF16), name != "fdora_inside"
     layers, linear = (i.up.layer(given), i.down.layer(given)), linear_of(name)
     if name.startswith("fdora"):
-        return differentiated(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates), leaves, dy)
+        how = CODES.get(name, {})
+        return differentiated(lambda: dora_experts_mlp(i.x, *layers, ids=i.ids, gates=i.gates, **how), leaves, dy)
     return differentiated(lambda: mlp(linear, i), leaves, dy)
 
 
@@ -183,7 +196,7 @@ def mlp_errors(way: Way, i: Case) -> dict[str, float]:
     return errors_of(way.both(), gradients(call, {n: way.leaves[n] for n in ("x", "gates")}, way.dy), ("y", "dx", "dgates"))
 
 
-WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside")
+WAYS = ("frozen_loop", "lora_loop", "loop", "frozen_grouped", "lora_grouped", "fdora", "fdora_inside", "fdora_fp8")
 OURS = ("loop", "fdora", "fdora_inside")
 TOLERANCE = 1e-2
 
@@ -194,7 +207,7 @@ def run(kind: str, model: str, T: int, r: int, options) -> list[dict]:
     found, error, failed, _, kept = checked(
         options.ways,
         lambda name: build(name, case),
-        lambda name, way: errors(way, case) if name in OURS else (way.both(), {})[1],
+        lambda name, way: errors(way, case) if name in (*OURS, *CODES) else (way.both(), {})[1],
         TOLERANCE,
         options.device,
         OURS,

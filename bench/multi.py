@@ -12,6 +12,7 @@ mean, so that it does as much.
     one          dora_linear with all tokens on one adapter: what a call costs when nothing is routed
     loop         dora_linear for each adapter on its tokens, the lengths known on the host
     multi        dora_linear_multi by offsets; multi_ids by the adapter of each token, in an order by chance
+    one_fp8, multi_fp8   one and multi on e4m3 codes with scales of rows, 8-bit products in both directions
     grouped_lora LoRA with torch.nn.functional.grouped_mm: no magnitude
     lorafusion   LoRA by LoRAFusion's grouped kernels, from ``--rival-path`` (bench/checkouts.py): no magnitude. At most four
                  adapters of one rank, each with tensors of its own; x and dy are padded to its tiles beforehand
@@ -33,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +62,10 @@ from bench.ways import (
     ratios,
 )
 from fdora.functional import dora_linear, dora_linear_multi, dora_norm
+from fdora.quant import quantize
 
-WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids")
+WAYS = ("frozen", "one", "loop", "grouped_lora", "lorafusion", "peft_loop", "multi", "multi_ids", "one_fp8", "multi_fp8")
+EIGHT = {"compute": "fp8", "grad_compute": "fp8"}
 LORA = ("grouped_lora", "lorafusion")
 
 
@@ -107,18 +110,23 @@ def build(name: str, bank: Bank, rival_path: Sequence[Path] = ()) -> Way:
     i = fresh(bank, "xABm")  # see bench/group.py
     truth = "lora" if name in LORA else "dora"
     leaves = {n: getattr(i, n) for n in LEAVES[truth]}
+    name, eight = name.removesuffix("_fp8"), name.endswith("_fp8")
+    how: dict[str, Any] = dict(EIGHT) if eight else {}
+    if eight:
+        i = i._replace(W=quantize(i.W, "fp8", block="row", dtype=i.W.dtype))
     if name == "frozen":
         return differentiated(lambda: F.linear(i.x, i.W), {"x": i.x}, i.dy, None)
     if name == "one":
         own = {n: t.detach().contiguous().requires_grad_() for n, t in zip("ABm", of_mean_rank(i), strict=True)}
-        return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), s=S, norm=i.norm[0]), {"x": i.x, **own}, i.dy, None)
+        how |= {"s": S, "norm": i.norm[0]}
+        return differentiated(lambda: dora_linear(i.x, i.W, *own.values(), **how), {"x": i.x, **own}, i.dy, None)
     if name in ("multi", "multi_ids"):
         route, x, dy = {"offsets": i.offsets}, i.x, i.dy
         if name == "multi_ids":
             ids = torch.repeat_interleave(torch.arange(len(i.ranks)), torch.tensor(i.lengths))
             some = shuffled(len(ids))
             route, x, dy = {"ids": ids[some].to(x.device)}, x.detach()[some].requires_grad_(), dy[some]
-        how = {"s": i.s, "norm": i.norm, "ranks": None if len(set(i.ranks)) == 1 else i.ranks, **route}
+        how |= {"s": i.s, "norm": i.norm, "ranks": None if len(set(i.ranks)) == 1 else i.ranks, **route}
         return differentiated(lambda: dora_linear_multi(x, i.W, i.A, i.B, i.m, **how), leaves | {"x": x}, dy)
     if name == "lorafusion":
         return lorafusion(i, rival_path)

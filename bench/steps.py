@@ -132,7 +132,7 @@ class Way:
         self.model.run = self.run = nn.Module.__call__
         if mode.startswith("whole"):
             how = mode.removeprefix("whole").lstrip("-") or "default"
-            self.run = compiled_forward(self.name, "default" if how == "dynamic" else how, call, how == "dynamic")
+            self.run = compiled_forward(self.name, "default" if how == "dynamic" else how, call, dynamic=how == "dynamic")
         elif mode:
             self.model.run = compiled_forward(self.name, mode)
 

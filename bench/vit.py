@@ -2,12 +2,14 @@
 
     python -m bench.vit --device cuda --json FILE
     python -m bench.vit --device cuda --layers 40 --modes inference --json FILE
+    python -m bench.vit --device cuda --layers 40 --whole --no-eager --json FILE
 
 The model is bench/vit_model.py, random weights; every linear of its blocks is adapted, away from its start. "plain_folded" has
 LayerScale multiplied into the weights before it, as one may do by hand where nothing trains. "peft_fdora" is PEFT's DoRA after
 ``use_fdora``, "peft_fdora_fused" after ``use_fdora(fuse=True)``: LayerScale and the residual in the layer before them, gate,
 up and down in one call. Wall time of one call until the GPU is done, median of turns; peak memory above weights and adapters;
-images a second. Blocks are compiled one by one: one graph serves all of them. The gradient is that of all adapters and of the
+images a second. Blocks are compiled one by one, and one graph serves all of them; with ``--whole`` the model is one graph, with
+patch embedding, class token and positions, and a break in it is an error. The gradient is that of all adapters and of the
 images. First the outputs and gradients of fdora's ways are compared with PEFT's DoRA in float32, on two layers.
 
 torch.profiler names and times the kernels of a layer, by name.
@@ -16,13 +18,14 @@ torch.profiler names and times the kernels of a layer, by name.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from bench.clock import free
-from bench.decoder import adapters, compile_each, in_float32, judge, relative, wall_and_peak
+from bench.decoder import adapters, call, compile_each, compiled_forward, in_float32, judge, relative, wall_and_peak
 from bench.kernels import Kernel, by_name, profiled, shares
 from bench.rivals import adapted, paths
 from bench.suite import COMPILED, One, Run, Some, Suite, compilations, tables
@@ -48,24 +51,29 @@ class Compared:
     def __init__(self, way: str, base: Vit, values: dict):
         self.way = way
         self.model, self.leaves = made(way, base, values)
+        self.run: Callable = call
 
     @property
     def vit(self) -> Vit:
         return self.model if isinstance(self.model, Vit) else self.model.get_base_model()
 
     def eager(self) -> None:
+        self.run = call
         for block in self.vit.blocks:
             block.__dict__.pop("forward", None)
 
-    def compile(self) -> None:
-        compile_each(self.way, self.vit.blocks)
+    def compile(self, whole: bool) -> None:
+        if whole:
+            self.run = compiled_forward(self.way, forward=call, fullgraph=True)
+        else:
+            compile_each(self.way, self.vit.blocks)
 
     def of(self, mode: str, images: Tensor):
         if mode == "inference":
-            return torch.no_grad()(lambda: self.model(images))
+            return torch.no_grad()(lambda: self.run(self.model, images))
         images = images.detach().requires_grad_()  # so that all blocks are alike: one graph serves them
         wanted = [*self.leaves.values(), images]
-        return lambda: torch.autograd.grad(loss(self.model(images)), wanted)
+        return lambda: torch.autograd.grad(loss(self.run(self.model, images)), wanted)
 
 
 def loss(y: Tensor) -> Tensor:
@@ -100,7 +108,7 @@ def rows_of(run: Run, models: dict[str, Compared], mode: str, compiled: bool, ke
     if run.late(label.format("all ways")):
         return
     for model in models.values():
-        model.compile() if compiled else model.eager()
+        model.compile(options.whole) if compiled else model.eager()
     fns = {way: model.of(mode, images) for way, model in models.items()}
     for way, found in wall_and_peak(fns, options, run.failed, label).items():
         row = {"way": way, "compiled": compiled, "mode": mode, "batch": batch} | found
@@ -137,6 +145,7 @@ OPTIONS = {
     "--ways": Some(WAYS),
     "--modes": Some(MODES),
     **COMPILED,
+    "--whole": False,
     "--tiny": False,
 }
 
@@ -148,7 +157,7 @@ def check(parser, options):
 def measure(run: Run) -> None:
     options = run.options
     torch._dynamo.config.recompile_limit = 64
-    run.set("tiny", "layers", "r", dtype=str(options.dtype), failed=run.failed)
+    run.set("tiny", "layers", "r", "whole", dtype=str(options.dtype), failed=run.failed)
     run.set(agreement=agreement(options), kernels={}, paths={})
     print(run.result["agreement"], flush=True)
     torch.manual_seed(0)

@@ -28,6 +28,24 @@ def test_vit_sees_a_wrong_fold(tmp_path, monkeypatch):
         run(vit, tmp_path, SMALL)
 
 
+def test_the_whole_model_is_one_graph(tmp_path, monkeypatch):
+    """Patch embedding, class token and positions in it, and a break is an error."""
+    seen = []
+
+    def compiled(fn, **how):
+        assert how["fullgraph"]
+
+        def run(model, images):
+            seen.append(tuple(images.shape))
+            return fn(model, images)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    run(vit, tmp_path, f"{SMALL} --whole --no-eager".replace("--no-compile ", ""))
+    assert set(seen) == {(2, 3, TINY.pixels, TINY.pixels)}
+
+
 def test_the_architecture():
     with torch.device("meta"):
         model = Vit(GIANT, 40)
