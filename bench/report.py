@@ -30,7 +30,8 @@ from bench.table import table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "bench/RESULTS.md"
-ANSWERS, ASKED = ROOT / "bench/answers.txt", ROOT / "docs/benchmarks.md"
+ANSWERS = ROOT / "bench/answers.txt"
+WRITTEN = {"readme": ROOT / "README.md", "benchmarks": ROOT / "docs/benchmarks.md"}
 FIGURE_FOLDER = ROOT / "docs/benchmarks"
 PICTURE = ROOT / "docs/step.svg"
 MODELS_PICTURE = ROOT / "docs/models.svg"
@@ -59,6 +60,7 @@ class Step(NamedTuple):
     values: dict[str, tuple[float, float]]
     about: str
     gpu: str
+    run: str
 
 
 def rows_of(run: str, **wanted: object) -> list[dict]:
@@ -80,7 +82,9 @@ def step() -> Step:
             x = found["LoRA"]
             gpu = machine.upper()
             about = "{layers} layers of {name}, {seq} tokens, r = {r}, bf16, one {gpu}".format(**x, name=MODELS[base], gpu=gpu)
-            return Step({label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about, gpu)
+            return Step(
+                {label: (x["ms"] / 8, x["peak_mb"] / 1024) for label, x in found.items()}, about, gpu, f"{machine}/model_{base}"
+            )
     raise SystemExit(f"no model of {STEP_FILES} was measured in every way of the picture")
 
 
@@ -113,7 +117,7 @@ def readme_headline() -> str:
     found = result(HEADLINE)
     ways = by_way(found["rows"])
     share = lambda way, field="ms": f"{ways[way][field] / ways['peft_lora'][field]:.2f}"  # noqa: E731
-    longer = {S: of for S, of in longer_rows().items() if of["use_fdora_fused"] > of["peft_lora"]}
+    longer = longer_that_lose()
     exact, alone = (
         [f"{of[way] / of['peft_lora']:.2f}" for of in longer.values()]
         for way in ("use_fdora_fused", "use_fdora_fused_lora_dropout")
@@ -139,6 +143,10 @@ def longer_rows() -> dict[int, dict[str, float]]:
     for row in rows_of(LONGER, model="8b", mode="checkpointing"):
         found.setdefault(row["S"], {})[row["way"]] = row["ms"]
     return found
+
+
+def longer_that_lose() -> dict[int, dict[str, float]]:
+    return {S: of for S, of in longer_rows().items() if of["use_fdora_fused"] > of["peft_lora"]}
 
 
 def listed(words: Sequence[str]) -> str:
@@ -188,7 +196,7 @@ def models_picture() -> str:
     return bars([MODELS[name] for name in found], {"time of a training step": shares})
 
 
-def readme_models() -> str:
+def benchmarks_models() -> str:
     lines = []
     for name, rows in eight_steps().items():
         lora, dora, fdora = (rows[way] for way in ("peft_lora", "peft_dora", "peft_fdora_fused"))
@@ -207,7 +215,7 @@ def compiled_rows(S: int, way: str) -> list[dict]:
     return rows_of(f"h200/steps_compiled{'_512' if again else ''}", S=S, compiled="default")
 
 
-def readme_tokens() -> str:
+def benchmarks_tokens() -> str:
     """Medians over all cells and modes of bench.steps."""
     lines, eager = [], rows_of("h200/steps", compiled="")
     for tokens in ((128, 512), (2048, 4096)):
@@ -228,7 +236,7 @@ def over(rows: list[dict], way: str, field: str) -> list[float]:
     return [row[field] / lora[where(row)] for row in rows if row["way"] == way]
 
 
-def readme_sharded() -> str:
+def benchmarks_sharded() -> str:
     """Time and memory of a step under FSDP2 on two GPUs."""
     lines = []
     for name in ("sharded_12", "sharded_r384"):
@@ -243,46 +251,40 @@ def readme_sharded() -> str:
 
 
 def readme_losses() -> str:
-    """What is lost to LoRA, with the figures that are measured."""
-    empty, warm = ({x["cache"]: x for x in result("h200/host")["first_call"]}[cache] for cache in ("empty", "warm"))
-    first = [f"{x['first_call_ms'] / 1000:.1f} s" for x in (empty, warm)]
-    replayed = rows_of("h200/steps_compiled_replay", mode="step")
-    whole = rows_of("h200/steps_whole", compiled="whole-reduce-overhead", S=400)
-    graphs, whole_graphs = (f"{max(over(rows, 'use_fdora_fused', 'ms')):.2f}" for rows in (replayed, whole))
-    sweep = [rows_of("h200/model_qwen3-8b_sweep_S", mode="gradient", seq=S) for S in (512, 1024)]
-    short = [f"{over(rows, 'peft_fdora_fused', 'ms')[0]:.2f}" for rows in sweep]
-    dropped = rows_of("h200/model_qwen3-8b_dropout", mode="step_8")
-    ways = ("peft_fdora_fused", "peft_dora", "peft_fdora_fused_lora_dropout")
-    exact, peft, alone = (f"{over(dropped, way, 'ms')[0]:.2f}" for way in ways)
-    trained = by_way(rows_of(HEADLINE))
-    before, begin, loras = (
-        trained["peft_fdora_fused"]["warmup_s"],
-        *(trained[w]["first_s"] for w in ("peft_fdora_fused", "peft_lora")),
+    """What is lost to LoRA in the runs of this page."""
+    trained, lost = by_way(rows_of(HEADLINE)), longer_that_lose()
+    exact, peft = (
+        listed([f"{of[way] / of['peft_lora']:.2f}" for of in lost.values()]) for way in ("use_fdora_fused", "peft_dora")
     )
-    points = (
+    warmup = trained["peft_fdora_fused"]["warmup_s"]
+    first, loras = (trained[way]["first_s"] for way in ("peft_fdora_fused", "peft_lora"))
+    compiled, unfused = over_lora("fdora, compiled"), over_lora("fuse=False", 1)
+    points = {
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
-        f"0.05 and float32 adapters under autocast a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. With "
-        f'`dropout_mode="lora"`, which computes a different function in training, it takes {alone}. All other figures are '
-        "without dropout.",
-        f"**The first call.** Forward and backward of one small layer took {first[0]} in a new process with an empty Triton "
-        f"cache, and {first[1]} with a warm one. In the training at the top `fdora.warmup` took {before:.1f} s, and the first "
-        f"step {begin:.1f} s for LoRA's {loras:.1f} s.",
-        f'**CUDA graphs of short sequences.** With `torch.compile(mode="reduce-overhead")` and few tokens a training step '
-        f"takes {graphs} of LoRA's time where layers are compiled one by one, up to {whole_graphs} as one graph.",
-        f"**Short sequences, in an older measurement.** There forward and backward took {short[0]} of LoRA's time with 512 "
-        f"tokens and {short[1]} with 1024. It has not been repeated; the newer table above does not show it.",
+        f"{listed([*map(str, lost)])} tokens a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA.": lost,
+        f"**The first step.** In the training at the top `fdora.warmup` took {warmup:.1f} s, and the first step {first:.1f} s "
+        f"for LoRA's {loras:.1f} s.": warmup + first > loras,
+        f"**Layers compiled one by one.** A step takes {compiled:.2f} of compiled LoRA's time.": compiled > 1,
+        f"**Memory with `fuse=False`.** It is {unfused:.2f} of LoRA's.": unfused > 1,
         "**Memory of a single layer.** Kernels that overwrite their inputs (LoRAFusion, and the LoRA kernels of Axolotl and "
-        "Unsloth) need less of it. Also, a layer that computes its norm in every call is slow with few tokens: keep the norm.",
-    )
+        "Unsloth) need less of it. Also, a layer that computes its norm in every call is slow with few tokens: keep the "
+        "norm.": True,
+    }
+    points = [each for each, loses in points.items() if loses]
     return "\n".join(textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False) for each in points)
 
 
-def readme(text: str) -> str:
-    """README with what these functions write today between its marks. Each stands there once."""
-    blocks = {name.removeprefix("readme_"): write for name, write in globals().items() if name.startswith("readme_")}
+def cited() -> tuple[str, ...]:
+    """The runs whose figures are in README: of one commit."""
+    return HEADLINE, LONGER, step().run
+
+
+def written(page: str, text: str) -> str:
+    """The page with what the functions of its name write today between its marks. Each stands there once."""
+    blocks = {name.removeprefix(f"{page}_"): write for name, write in globals().items() if name.startswith(f"{page}_")}
     marked = re.findall(r"<!-- /(\w+) -->", text)
     if sorted(marked) != sorted(blocks):
-        raise SystemExit(f"README marks {sorted(marked)}, and there is {sorted(blocks)} to write")
+        raise SystemExit(f"{page} marks {sorted(marked)}, and there is {sorted(blocks)} to write")
     for name, write in blocks.items():
         before, after = text.split(f"<!-- {name} -->")[0], text.split(f"<!-- /{name} -->")[1]
         body = wrapped(
@@ -506,14 +508,13 @@ def advice() -> str:
     return table(head, advice_rows())
 
 
-def answered(page: str) -> str:
-    """docs/benchmarks.md with bench/answers.txt as tables, one for each work."""
+def benchmarks_answers() -> str:
+    """bench/answers.txt as tables, one for each work."""
     parts = []
     for block in ANSWERS.read_text().split("\n## ")[1:]:
         work, *lines = block.strip().splitlines()
         parts += [f"### {work}", table(["they show", "here", "where, or why not"], [each.split(" | ") for each in lines])]
-    begin, end = "<!-- generated by bench.report -->\n", "\n<!-- end -->"
-    return re.sub(f"{begin}.*{end}", lambda _: begin + "\n\n".join(parts) + end, page, flags=re.S)
+    return "\n\n".join(parts)
 
 
 SECTIONS = {
@@ -568,9 +569,8 @@ def main(argv=None):
     PAGE.write_text(document())
     draw(FIGURE_FOLDER)
     if options.readme:
-        path = ROOT / "README.md"
-        path.write_text(readme(path.read_text()))
-        ASKED.write_text(answered(ASKED.read_text()))
+        for page, path in WRITTEN.items():
+            path.write_text(written(page, path.read_text()))
         PICTURE.write_text(picture())
         MODELS_PICTURE.write_text(models_picture())
 
