@@ -77,15 +77,14 @@ class Call(NamedTuple):
     act: str
     saves: tuple[bool, bool]  # whether the m of each layer needs a gradient
     backend: str
-    specs: Specs = None
-    """Of quantised weights; :func:`experts_mlp` fills it in."""
+
     fp8: bool = False
     """Forward multiplies 8-bit numbers, and both W are QuantWeights of e4m3."""
     fp8_grad: bool = False
     """The same of backward, for both dx."""
 
     def bank(self, i: int) -> BankCall:
-        return BankCall(None, 0.0, self.saves[i], self.backend, None, "dora_experts_mlp", True)
+        return BankCall(None, 0.0, self.saves[i], self.backend, "dora_experts_mlp", True)
 
 
 class Mlp(torch.autograd.Function):
@@ -95,24 +94,25 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, call: Call, s1: Tensor, s2: Tensor, offsets: Tensor, order: Tensor | None, place: Tensor | None, *flat: Any
+        x: Tensor, call: Call, specs: Specs, s1: Tensor, s2: Tensor, offsets: Tensor, order: Any, place: Any, *flat: Any
     ) -> Any:
-        ops = OPS[call.backend]
+        ops, layers = OPS[call.backend], layers_of(flat, specs)
         with autocast_off(x):
             rows = _rows(ops, x, order, place)
-            z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, flat, x.dtype, call.fp8), call.saves[0])
+            z, h1, kept1 = ops.multi_fwd(rows, _bank(call, 0, s1, offsets, layers, x.dtype, call.fp8), call.saves[0])
             a = ops.gated_fwd(z, call.act)
-            y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, flat, x.dtype, call.fp8), call.saves[1])
+            y, h2, kept2 = ops.multi_fwd(a, _bank(call, 1, s2, offsets, layers, x.dtype, call.fp8), call.saves[1])
         return y, z, h1, h2, *(kept1[:1] if kept1 else ()), *(kept2[:1] if kept2 else ())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.call, *tensors = inputs
+        x, ctx.call, ctx.specs, *tensors = inputs
         y, z, h1, h2, *kept = output
         ctx.mark_non_differentiable(z, h1, h2, *kept)
         ctx.set_materialize_grads(False)
         # With a bias in the first or both layers, or in float32, the value before g is kept beside the output.
-        before = [_saves_before(ctx.call, i, x.dtype, tensors[5 + i * WIDTH :][5]) for i in range(2)]
+        biases, wide = (tensors[10], tensors[10 + WIDTH]), x.dtype == torch.float32
+        before = [saves and (wide or bias is not None) for saves, bias in zip(ctx.call.saves, biases, strict=True)]
         rest = iter(kept)
         first, second = (next(rest) if each else None for each in before)
         ctx.save_for_backward(x, z, h1, h2, first, y if second is None and ctx.call.saves[1] else second, *tensors)
@@ -123,28 +123,28 @@ class Mlp(torch.autograd.Function):
         flags = ctx.needs_input_grad
         if dy is None:
             return (None,) * len(flags)
-        #        x  call s1 s2 offsets order place  W A B m c bias seed  W ...
-        own: Any = [flags[7 + i * WIDTH + 1 : 7 + i * WIDTH + 6] for i in range(2)]
+        #        x  call specs s1 s2 offsets order place  W A B m c bias seed  W ...
+        own: Any = [flags[8 + i * WIDTH + 1 : 8 + i * WIDTH + 6] for i in range(2)]
         needs = BankNeeds(flags[0], *own[0]), BankNeeds(any((flags[0], *own[0])), *own[1])
         wanted = (*needs[0], *needs[1][1:])
         saved = reread(ctx, "dora_experts_mlp", REMEDY)
-        dx, *grads = gradients_of("dora_experts_mlp", wanted, _backward, dy, ctx.call, ctx.before, needs, *saved)
-        stored = len(flags) - 7 - 2 * WIDTH
-        return dx, *[None] * 6, None, *grads[:5], None, None, *grads[5:], None, *[None] * stored
+        dx, *grads = gradients_of("dora_experts_mlp", wanted, _backward, dy, ctx.call, ctx.specs, ctx.before, needs, *saved)
+        stored = len(flags) - 8 - 2 * WIDTH
+        return dx, *[None] * 7, None, *grads[:5], None, None, *grads[5:], None, *[None] * stored
 
 
-def _backward(dy: Tensor, call: Call, before: tuple[bool, bool], needs: Any, x: Tensor, *saved: Any) -> Any:
+def _backward(dy: Tensor, call: Call, specs: Specs, before: tuple[bool, bool], needs: Any, x: Tensor, *saved: Any) -> Any:
     """dx, then dA, dB, dm, dc and dbias of each layer."""
     z, h1, h2, kept1, kept2, s1, s2, offsets, order, place, *flat = saved
-    ops = OPS[call.backend]
-    down = _bank(call, 1, s2, offsets, flat, x.dtype, call.fp8_grad)
+    ops, layers = OPS[call.backend], layers_of(flat, specs)
+    down = _bank(call, 1, s2, offsets, layers, x.dtype, call.fp8_grad)
     a = ops.gated_fwd(z, call.act)
     da, *second = ops.multi_bwd(dy, a, down, h2, _kept(kept2, kept2, before[1]), needs[1])
     dx: Tensor | None = None
     first: Any = (None,) * 5
     if da is not None:
         dz = ops.gated_bwd(da, z, call.act)
-        bank = _bank(call, 0, s1, offsets, flat, x.dtype, call.fp8_grad)
+        bank = _bank(call, 0, s1, offsets, layers, x.dtype, call.fp8_grad)
         seen = z if call.saves[0] else None
         dx, *first = ops.multi_bwd(dz, _rows(ops, x, order, place), bank, h1, _kept(kept1, seen, before[0]), needs[0])
         if dx is not None and place is not None:
@@ -164,12 +164,8 @@ def _rows(ops: Any, x: Tensor, order: Tensor | None, place: Tensor | None) -> Te
     return x if order is None or place is None else ops.spread(x, order, None, place.shape[1])
 
 
-def _saves_before(call: Call, i: int, dtype: torch.dtype, bias: Tensor | None) -> bool:
-    return call.saves[i] and (bias is not None or dtype == torch.float32)
-
-
-def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, flat: Any, dtype: torch.dtype, fp8: bool) -> Any:
-    return bank_of(call.bank(i), Tokens(s, offsets), layers_of(flat, call.specs)[i], dtype, fp8)
+def _bank(call: Call, i: int, s: Tensor, offsets: Tensor, layers: Any, dtype: torch.dtype, fp8: bool) -> Any:
+    return bank_of(call.bank(i), Tokens(s, offsets), layers[i], dtype, fp8)
 
 
 def experts_mlp(
@@ -178,8 +174,7 @@ def experts_mlp(
     """x (T, K), or rows that are sorted where there is no route -> sorted rows of y."""
     order, place = (None, None) if route is None else (route.order, route.place)
     specs = specs_of(layers)
-    call = Call(call.act, call.saves, call.backend, specs, call.fp8, call.fp8_grad)
-    return apply(Mlp, x, call, *s, offsets, order, place, *flat_of(layers, specs))[0]
+    return apply(Mlp, x, call, specs, *s, offsets, order, place, *flat_of(layers, specs))[0]
 
 
 def spread(x: Tensor, route: Route, backend: str) -> Tensor:

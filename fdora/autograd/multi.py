@@ -38,8 +38,7 @@ class Call(NamedTuple):
     p: float
     save_for_dm: bool
     backend: str
-    specs: Specs = None
-    """Of a quantised weight; :func:`multi` fills it in."""
+
     fn: str = "dora_linear_multi"
     experts: bool = False
     """Each adapter has a W of its own; a quantised one is (G N, K)."""
@@ -74,10 +73,8 @@ def several(
 
 def node(x: Tensor, banks: Sequence[Operands], tokens: Sequence[Tokens], calls: Sequence[Call], act: str) -> Sequence[Tensor]:
     specs = specs_of(banks)
-    if specs is not None:
-        ranks, p, saves, backend, _, fn, experts, mode, fp8, fp8_grad = calls[0]
-        calls = [Call(ranks, p, saves, backend, specs, fn, experts, mode, fp8, fp8_grad), *calls[1:]]
-    found: Sequence[Tensor] = apply(Multi, x, tuple(calls), act, *tokens[0][1:], *[t.s for t in tokens], *flat_of(banks, specs))
+    flat = *[t.s for t in tokens], *flat_of(banks, specs)
+    found: Sequence[Tensor] = apply(Multi, x, tuple(calls), act, specs, *tokens[0][1:], *flat)
     return found
 
 
@@ -155,14 +152,16 @@ class Multi(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, calls: tuple[Call, ...], act: str, offsets: Any, order: Any, ids: Any, *rest: Any) -> Any:
+    def forward(
+        x: Tensor, calls: tuple[Call, ...], act: str, specs: Specs, offsets: Any, order: Any, ids: Any, *rest: Any
+    ) -> Any:
         n, ops = len(calls), OPS[calls[0].backend]
         ys: list[Tensor] = []  # Dynamo takes no list[Tensor]()
         hs: list[Tensor] = []
         kept: list[Tensor] = []
         saves = any([call.save_for_dm for call in calls])
         with autocast_off(x):
-            for call, s, layer in zip(calls, rest, layers_of(rest[n:], calls[0].specs), strict=False):
+            for call, s, layer in zip(calls, rest, layers_of(rest[n:], specs), strict=False):
                 bank = bank_of(call, Tokens(s, offsets, order, ids), layer, x.dtype, call.fp8)
                 y, h, more = ops.multi_fwd(x, bank, saves)
                 ys.append(y)
@@ -173,7 +172,7 @@ class Multi(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.calls, ctx.act, *tensors = inputs
+        x, ctx.calls, ctx.act, ctx.specs, *tensors = inputs
         n, ys = len(ctx.calls), output[1:] if ctx.act else output
         ctx.mark_non_differentiable(*(ys if ctx.act else ys[n:]))
         ctx.set_materialize_grads(False)
@@ -188,23 +187,24 @@ class Multi(torch.autograd.Function):
         dys = dys[: 1 if act else n]
         if not any([dy is not None for dy in dys]):
             return (None,) * len(flags)
-        places = [6 + n + i * len(Operands._fields) for i in range(n)]
+        places = [7 + n + i * len(Operands._fields) for i in range(n)]
         needs = [BankNeeds(flags[0], *flags[at + 1 : at + 6]) for at in places]
         if not act:
             needs = [NOTHING if dy is None else need for dy, need in zip(dys, needs, strict=True)]
         wanted = [flags[0], *[need for each in needs for need in each[1:]]]
         saved = reread(ctx, calls[0].fn, REMEDY)
-        dx, *grads = gradients_of(calls[0].fn, wanted, _backward, saved[0], calls, act, ctx.count, needs, *dys, *saved[1:])
+        how = calls, act, ctx.specs, ctx.count, needs
+        dx, *grads = gradients_of(calls[0].fn, wanted, _backward, saved[0], *how, *dys, *saved[1:])
         of_layers = [each for i in range(n) for each in (None, *grads[5 * i : 5 * i + 5], None)]  # W; A, B, m, c, bias; seed
         return dx, *[None] * (places[0] - 1), *of_layers, *[None] * (len(flags) - places[0] - len(of_layers))
 
 
 def _backward(
-    x: Tensor, calls: Sequence[Call], act: str, count: int, needs: Sequence[BankNeeds], *rest: Any
+    x: Tensor, calls: Sequence[Call], act: str, specs: Specs, count: int, needs: Sequence[BankNeeds], *rest: Any
 ) -> tuple[Tensor | None, ...]:
     n, ops = len(calls), OPS[calls[0].backend]
     dys, hs, kept, (offsets, order, ids), scales, flat = parted(rest, 1 if act else n, n, count * n, 3, n)
-    layers = layers_of(flat, calls[0].specs)
+    layers = layers_of(flat, specs)
     if ids is not None:  # what forward left in their order
         assert layers[0].A is not None
         offsets, order, _ = route(ids, layers[0].A.shape[0], calls[0].backend)

@@ -169,13 +169,6 @@ def gradients(
     return dx, [Grads(dA, dB, dm, None, dbias)]
 
 
-def to_inputs(grads: Sequence[Grads], count: int) -> list[Tensor | None]:
-    """The gradients in the places of the flat operands, which are so many; autograd casts that of bias."""
-    #              W     A B m c bias  seed
-    found = [d for each in grads for d in (None, *each, None)]
-    return [*found, *[None] * (count - len(found))]  # none of packed tensors
-
-
 def to_save(ctx: Any, flat: Sequence[Tensor | None], count: int, specs: Specs) -> Sequence[Tensor | None]:
     """The operands that save_for_backward takes. The node itself holds on to the others: parameters, all of a quantised W whose
     codes are one, and norms, whoever formed them. These are small or outlive the node, and torch's checkpoint would only find
@@ -291,8 +284,11 @@ def backward(ctx: Any, *dys: Tensor | None) -> Any:
         found = gradients_of(call.name, asked, _flat_gradients, x, call, ctx.pre_scale, asked, *dys, *parts, *kept, *flat)
         dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
     d_residual = () if not call.residual else (dys[0] if flags[-1] else None,)
+    #               W     A B m c bias  seed; autograd casts that of bias
+    of_layers = [d for each in grads for d in (None, *each, None)]
+    stored = [None] * (len(flat) - len(of_layers))
     #      call
-    return None, dx, *to_inputs(grads, len(flat)), *d_residual
+    return None, dx, *of_layers, *stored, *d_residual
 
 
 def _flat_gradients(x: Tensor, call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], *rest: Any) -> Any:

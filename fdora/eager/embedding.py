@@ -148,10 +148,6 @@ def _by_sorting(values: Tensor, ids: Tensor, count: int) -> Tensor:
     return out[:count]
 
 
-def _fake(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    return values.new_empty((count, values.shape[1]))
-
-
 def _mapped(info: Any, in_dims: tuple, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, int]:
     """All elements of the batch at once, each with numbers of its own."""
     n = info.batch_size
@@ -164,5 +160,5 @@ def _mapped(info: Any, in_dims: tuple, values: Tensor, ids: Tensor, count: int) 
 _library = library_of("segment_sum")
 _library.define("segment_sum(Tensor values, Tensor ids, SymInt count) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("segment_sum", _segment_sum, "CompositeExplicitAutograd")
-torch.library.register_fake("fdora::segment_sum", _fake, lib=_library)
+torch.library.register_fake("fdora::segment_sum", lambda t, _, count: t.new_empty((count, t.shape[1])), lib=_library)
 torch.library.register_vmap("fdora::segment_sum", _mapped, lib=_library)

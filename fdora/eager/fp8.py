@@ -25,7 +25,7 @@ from torch import Tensor
 from fdora.eager.norm import blocks, default_bytes
 from fdora.quant import Codes8, Lut4, QuantWeight
 from fdora.quant.lut4 import pairs
-from fdora.quant.quantize import E2M1_MAX, nvfp4
+from fdora.quant.quantize import E2M1_MAX, grouped, nvfp4
 
 BLOCK = 128  # columns of x under one scale where W has scales of blocks
 LARGEST = 448.0
@@ -35,7 +35,7 @@ MX, NV = 32, 16  # columns under one scale where W is MXFP8 and NVFP4
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """(M, K) -> its e4m3 codes, and the float32 scale (M, ceil(K / columns)) of each run of columns."""
     M, K = x.shape
-    wide = torch.nn.functional.pad(x.float(), (0, -K % columns)).unflatten(1, (-1, columns)) if K else x.float()[:, None]
+    wide = grouped(x.float(), columns) if K else x.float()[:, None]
     largest = wide.abs().amax(2) if K else wide.new_zeros((M, 1))
     # By a tensor: by a number a GPU multiplies with its reciprocal, and the kernel divides.
     each = (largest / torch.full_like(largest, LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite
@@ -46,12 +46,11 @@ def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 def of_powers(x: Tensor) -> Tensor:
     """(M, K) -> q(x) float32 where each 32 columns have a power of two for a scale: the least that leaves nothing above 448."""
-    K = x.shape[1]
-    wide = torch.nn.functional.pad(x.float(), (0, -K % MX)).unflatten(1, (-1, MX))
+    wide = grouped(x.float(), MX)
     largest = wide.abs().amax(2, keepdim=True)
     fraction, power = torch.frexp(largest / torch.full_like(largest, LARGEST))
     scale = torch.ldexp(torch.ones_like(largest), (power - (fraction <= 0.5).int()).clamp_min(-126))
-    return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, :K]
+    return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, : x.shape[1]]
 
 
 def of_nvfp4(x: Tensor) -> Tensor:

@@ -34,17 +34,16 @@ from fdora.functional._layout import (
 )
 from fdora.functional._seed import check_origin
 from fdora.functional.backend import select_backend
-from fdora.functional.layer import DoraLayer, labelled, tensors_of
+from fdora.functional.layer import DoraLayer, tensors_of
 from fdora.functional.norm_state import NormHow, NormState, ShardNormState, check_norm, start_of
 
 
-def linear(call: Callable, x: Any, layer: DoraLayer, p: float, seed: Any, origin: Any, **rest: Any) -> Any:
+def linear(call: Callable, x: Any, layer: DoraLayer, *dropout: Any, **rest: Any) -> Any:
+    def of_one(x: Any, layers: Sequence[DoraLayer], **rest: Any) -> Any:
+        return [called(call, x, *layers, **rest)]
+
     fn = "dora_linear"
-    (lay,) = lays = _layouts(fn, x, {fn: layer})
-    ((la, bias),) = _local_layers([fn], lays, [layer], rest["backend"])
-    at = _origin(fn, lay, x, p, seed, origin)
-    y = called(call, local(fn, lay, "x", x), la, dropout_p=p, seed=seed, mask_origin=at, **rest)
-    return output(fn, lay, y, x, layer.W, bias)
+    return group(of_one, fn, x, {fn: layer}, *dropout, **rest)[0]
 
 
 def called(call: Callable, x: Any, layer: DoraLayer, **rest: Any) -> Any:
@@ -52,19 +51,20 @@ def called(call: Callable, x: Any, layer: DoraLayer, **rest: Any) -> Any:
     return call(x, W, A, B, m, s=s, bias=bias, norm=norm, **rest)
 
 
-def group(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> tuple:
-    fn = "dora_linear_group"
-    named = labelled(fn, layers)
-    lays = _layouts(fn, x, named)
-    for label, lay in zip(named, lays, strict=True):
+def group(
+    call: Callable, fn: str, x: Any, layers: dict[str, DoraLayer], p: float, seed: Any, origin: Any, **rest: Any
+) -> tuple:
+    """``layers``: by what errors call them."""
+    lays = _layouts(fn, x, layers)
+    for label, lay in zip(layers, lays, strict=True):
         if lay.ways != lays[0].ways:
             have, want = tuple(map(str, lay.rows)), tuple(map(str, lays[0].rows))
             raise fail(label, "W", f"{want}, as in layers[0]", have, "Put layers with other placements into another call.")
-    ready = _local_layers(named, lays, layers, rest["backend"])
+    ready = _local_layers(layers, lays, layers.values(), rest["backend"])
     at = _origin(fn, lays[0], x, p, seed, origin)
     ys = call(local(fn, lays[0], "x", x), [la for la, _ in ready], dropout_p=p, seed=seed, mask_origin=at, **rest)
-    each = zip(named, lays, layers, ys, ready, strict=True)
-    return tuple([output(label, lay, y, x, la.W, bias) for label, lay, la, y, (_, bias) in each])
+    each = zip(layers.items(), lays, ys, ready, strict=True)
+    return tuple([output(label, lay, y, x, la.W, bias) for (label, la), lay, y, (_, bias) in each])
 
 
 def mlp(call: Callable, x: Any, layers: Sequence[DoraLayer], p: float, seed: Any, origin: Any, **rest: Any) -> Any:
@@ -111,7 +111,7 @@ def scale(call: Callable, m: Any, c: Any) -> Any:
 
 def merge(call: Callable, fn: str, layer: DoraLayer, backend: Any) -> Any:
     lay = layer_layout(fn, mesh_of(fn, tensors_of(layer)), layer.W)
-    (w, a, b, m, s, _, c), _ = local_layer(fn, lay, layer, _norm_of(fn, backend), move=True)
+    (w, a, b, m, s, _, c), _ = local_layer(fn, lay, layer, norm_of(fn, backend), move=True)
     return whole(call(w, a, b, m, s=s, norm=c, backend=backend), lay.mesh, lay.rows, layer.W.shape)
 
 
@@ -139,10 +139,12 @@ def local_layer(fn: str, lay: Layout, layer: DoraLayer, norm: Any = None, move: 
 def _local_layers(names: Iterable[str], lays: Iterable[Layout], layers: Iterable[DoraLayer], backend: Any) -> list:
     """:func:`local_layer` of each, by the name that errors give it."""
     every = zip(names, lays, layers, strict=True)
-    return [local_layer(label, lay, la, _norm_of(label, backend)) for label, lay, la in every]
+    return [local_layer(label, lay, la, norm_of(label, backend)) for label, lay, la in every]
 
 
-def _norm_of(fn: str, backend: Any) -> Callable:
+def norm_of(fn: str, backend: Any) -> Callable:
+    """What gives c, detached, where the columns of W are spread over these dimensions of meshes."""
+
     def norm(W: Any, A: Any, B: Any, s: Any, over: Any) -> Tensor:
         return sharded_norm(check_norm(fn, W, A, B, s, NormHow()), over, select_backend(W, backend=backend).name)
 

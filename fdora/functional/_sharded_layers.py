@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from fdora._check import check_only, fail
 from fdora._records import Conv
-from fdora.autograd.norm import sharded_norm
 from fdora.functional._layout import (
     BANK,
     CONV,
@@ -33,11 +32,9 @@ from fdora.functional._layout import (
     where,
     whole,
 )
-from fdora.functional._sharded import biased, called, check_no_group, local_layer, output
-from fdora.functional.backend import select_backend
+from fdora.functional._sharded import biased, called, check_no_group, local_layer, norm_of, output
 from fdora.functional.bank import norm_over
 from fdora.functional.layer import DoraLayer, parts, tensors_of
-from fdora.functional.norm_state import NormHow, check_norm
 
 GEOMETRY = Conv._fields  # Dynamo (torch 2.8) does not read them off a record
 
@@ -71,13 +68,6 @@ def norm_of_bank(fn: str, W: Any, A: Any, B: Any, s: Any, group: Any, backend: A
     return whole(c, lay.mesh, placements(lay, "norm", 2), (A.shape[0], W.shape[0]))
 
 
-def norm_of_parts(weights: tuple[Any, Any, Any], s: Any, over: Any, backend: Any) -> Tensor:
-    """c, detached, where the columns of W are spread over these dimensions of meshes."""
-    W, A, B = weights
-    of = check_norm("dora_norm", W, A.detach(), B.detach(), s, NormHow())
-    return sharded_norm(of, over, select_backend(W, backend=backend).name)
-
-
 def embedding(call: Callable, ids: Any, layer: DoraLayer, padding_idx: int | None, **rest: Any) -> Any:
     """A process that has not a token's row adds zeros to the sum; a number that is no row of the whole gives NaN."""
     fn, W = "dora_embedding", layer.W
@@ -91,7 +81,7 @@ def embedding(call: Callable, ids: Any, layer: DoraLayer, padding_idx: int | Non
     who = here = local(fn, lay, "ids", ids)
     spread = tuple([(mesh, i) for i, way in enumerate(lay.ways) if way == "vocabulary"])
     if spread and c is None and norm_axis == 0:
-        c = norm_of_parts((w.T, a, b), s, spread, backend)
+        c = norm_of("dora_norm", backend)(w.T, a, b, s, spread)
     V, start = W.shape[0], begins(W, mesh, 0)
     if padding_idx is not None:
         padding_idx += V if padding_idx < 0 else 0
@@ -121,7 +111,7 @@ def conv(call: Callable, fn: str, n: int, x: Any, layer: DoraLayer, asked: tuple
         check_only(fn, "where W is cut", remedy, groups=(groups, 1), transposed=(transposed, False))
 
     def norm(W: Any, A: Any, B: Any, s: Any, over: Any) -> Tensor:
-        return norm_of_parts((W.flatten(1), A.flatten(1), B.flatten(1)), s, over, backend)
+        return norm_of("dora_norm", backend)(W.flatten(1), A.flatten(1), B.flatten(1), s, over)
 
     la, bias = local_layer(fn, lay, layer, norm)
     y = called(call, local(fn, lay, "x", x), la, backend=backend, **dict(zip(GEOMETRY, asked, strict=True)))

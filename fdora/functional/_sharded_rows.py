@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fdora._dispatch import Backend, forced
 from fdora._records import Norms
-from fdora._torch import PLAIN, all_gathered, piece_of
+from fdora._torch import PLAIN, piece_of
 from fdora.autograd._ops import OPS
+from fdora.functional._sharded_tree import of_all
 from fdora.functional._tree import Leaves, check_leaves, parts_of
 from fdora.functional.backend import select_backend
 
@@ -72,21 +73,13 @@ class RowsPlan:
     def gather(self, A: list[Tensor], run: Run) -> list[Tensor]:
         """Each (r, K)."""
         sizes, shapes = self.sizes[run.first : run.last], self.shapes[run.first : run.last]
-        whole = self.of_all(torch.cat([t.reshape(-1) for t in A]), sizes)
+        whole = of_all(torch.cat([t.reshape(-1) for t in A]), sizes, self.count, self.group)
         return [t.view(shape) for t, shape in zip(whole, shapes, strict=True)]
 
     def spread(self, c: Tensor) -> Sequence[Tensor]:
         """The whole norms of all weights, from those of each process's rows."""
-        whole = self.of_all(c, self.part.lengths)
+        whole = of_all(c, self.part.lengths, self.count, self.group)
         return whole if self.part.full else [whole[i] for i in self.part.kept]
-
-    def of_all(self, mine: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-        """Parts of these sizes, which lie one behind the other, each with those of all processes."""
-        gathered = all_gathered(mine, self.count, self.group)
-        whole = torch.empty_like(gathered).split_with_sizes([self.count * n for n in sizes])
-        out = [t.view(self.count, -1) for t in whole]
-        torch.split_with_sizes_copy(gathered.view(self.count, -1), sizes, 1, out=out)
-        return whole
 
 
 class Run:

@@ -77,10 +77,16 @@ def _one_gather(parts: list[Tensor], found: list[Cut]) -> list[Tensor]:
     mesh, dim, _ = found[0]
     count = mesh.size(dim)
     flat = [_padded(t, cut, count) for t, cut in zip(parts, found, strict=True)]
-    out = all_gathered(torch.cat(flat), count, mesh.get_group(dim))
-    made = [t.new_empty((count, v.numel())) for t, v in zip(parts, flat, strict=True)]
-    torch.split_with_sizes_copy(out.view(count, -1), [v.numel() for v in flat], 1, out=made)
+    made = of_all(torch.cat(flat), [v.numel() for v in flat], count, mesh.get_group(dim))
     return [v.view(-1, *t.shape[1:])[: cut.rows] for v, t, cut in zip(made, parts, found, strict=True)]
+
+
+def of_all(mine: Tensor, sizes: list[int], count: int, group: Any) -> Sequence[Tensor]:
+    """Parts of these sizes, which lie one behind the other, each with those of all processes."""
+    gathered = all_gathered(mine, count, group)
+    whole = torch.empty_like(gathered).split_with_sizes([count * n for n in sizes])
+    torch.split_with_sizes_copy(gathered.view(count, -1), sizes, 1, out=[t.view(count, -1) for t in whole])
+    return whole
 
 
 def _padded(t: Tensor, cut: Cut, count: int) -> Tensor:

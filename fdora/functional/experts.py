@@ -118,8 +118,7 @@ def dora_experts(
         return sorted_rows(fn, x, layer, offsets, name, asked)
     to = route_of(fn, ids, E, name)
     x = cast_x(fn, x, W)
-    y = combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), pairs(gates), to, name)
-    return y.squeeze(1) if gates is None and ids.dim() == 1 else y
+    return joined(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), ids, gates, to, name)
 
 
 def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any]) -> Tensor:
@@ -140,7 +139,7 @@ def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, a
         ends = torch.tensor(numbers, dtype=torch.int64)  # on the host, as s then is: both are read there
         scale = torch.full((E,), layer.s, dtype=torch.float64)  # type: ignore[arg-type]
     saves = save_for_dm(ready.m, ready.c, False) != "nothing"
-    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, None, fn, True, "lora", *map(bool, asked)))
+    return multi(x, ready, Tokens(scale, ends), Call(None, 0.0, saves, name, fn, True, "lora", *map(bool, asked)))
 
 
 def scaled(x: Tensor, layer: DoraLayer, name: str, wanted: Sequence[bool] = ()) -> tuple[Tensor, Operands]:
@@ -226,8 +225,11 @@ def check_route(fn: str, x: Tensor, experts: int, offsets: Any, ids: Tensor | No
         raise fail(fn, "ids", f"from -1 to {experts - 1}", wrong, "They number the experts of `W`.")
 
 
-def pairs(gates: Tensor | None) -> Tensor | None:
-    return gates[:, None] if gates is not None and gates.dim() == 1 else gates
+def joined(rows: Tensor, ids: Any, gates: Tensor | None, to: Route, name: str) -> Tensor:
+    """Sorted rows -> (T, N), or (T, k, N)."""
+    one = ids.dim() == 1
+    y = combine(rows, gates[:, None] if one and gates is not None else gates, to, name)
+    return y.squeeze(1) if one and gates is None else y
 
 
 def route_of(fn: str, ids: Tensor, experts: int, name: str) -> Route:

@@ -12,7 +12,7 @@ from fdora._check import check_whole, fail
 from fdora._dispatch import Backend
 from fdora._torch import no_graph
 from fdora.autograd.act import gated
-from fdora.autograd.experts import ACTS, Call, combine, experts_mlp, spread
+from fdora.autograd.experts import ACTS, Call, experts_mlp, spread
 from fdora.functional.backend import select_backend
 from fdora.functional.bank import check_kernels
 from fdora.functional.experts import (
@@ -21,7 +21,7 @@ from fdora.functional.experts import (
     check_route,
     count_of,
     ends_on,
-    pairs,
+    joined,
     route_of,
     scaled,
     sorted_rows,
@@ -99,15 +99,12 @@ def dora_experts_mlp(
         (s1, first), (s2, second) = scaled(x, gate_up, name), scaled(x, down, name)
         kept = [save_for_dm(la.m, la.c, False) != "nothing" for la in (first, second)]
         saves = (False, False) if no_graph() else (kept[0], kept[1])
-        y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name, None, *map(bool, asked)))
+        y = experts_mlp(x, (first, second), (s1, s2), ends, to, Call(act, saves, name, *map(bool, asked)))
     else:
         rows, of_each = (x, offsets) if to is None else (spread(x, to, name), to.offsets)
         a = gated(sorted_rows(fn, rows, gate_up, of_each, name, asked), act)
         y = sorted_rows(fn, a, down, of_each, name, asked)
-    if to is None:
-        return y
-    y = combine(y, pairs(gates), to, name)
-    return y.squeeze(1) if ids is not None and gates is None and ids.dim() == 1 else y
+    return y if to is None else joined(y, ids, gates, to, name)
 
 
 def check_layers(fn: str, x: Tensor, gate_up: DoraLayer, down: DoraLayer, act: str) -> None:

@@ -77,7 +77,7 @@ def dora_linear_group(
     References: Liu et al., DoRA, 2024, arXiv:2402.09353, eq. 5 and section 4.3.
     """
     fn = "dora_linear_group"
-    sharded = check_group(fn, x, layers)
+    sharded, of = check_group(fn, x, layers), labelled(fn, layers)
     check_dropout(fn, dropout_p, dropout_mode)
     if sharded:
         from fdora.functional import _sharded
@@ -85,8 +85,8 @@ def dora_linear_group(
         check_left_out(fn, {"detach": not detach})
         options: dict[str, Any] = {"dropout_mode": dropout_mode, "keep_inner": keep_inner, "backend": backend}
         options |= {"compute": compute, "grad_compute": grad_compute}
-        return _sharded.group(dora_linear_group, x, layers, dropout_p, seed, mask_origin, **options)
-    x, of, computes = cast_x(fn, x, layers[0].W), labelled(fn, layers), (compute, grad_compute)
+        return _sharded.group(dora_linear_group, fn, x, of, dropout_p, seed, mask_origin, **options)
+    x, computes = cast_x(fn, x, layers[0].W), (compute, grad_compute)
     drop = dropout_of(dropout_p, dropout_mode)
     name = select_backend(x, backend=backend).name
     seeds = seeds_for(fn, seed, [check_origin(fn, mask_origin)] * len(layers), dropout_p, x)

@@ -156,7 +156,7 @@ def prepared(
         seeds = torch.cat([seeds, apart.view(torch.int64)])
     tokens = Tokens(scale, offsets) if ids is None else tokens_by(ids, scale, x, A, p, name)
     saves = save_for_dm(m, c, False) != "nothing"
-    call = Call(of_each, p, saves, name, None, fn, False, mode, *fp8)
+    call = Call(of_each, p, saves, name, fn, False, mode, *fp8)
     return x, Operands(W, A, B, m, c, bias, seeds), tokens, call
 
 

@@ -65,20 +65,20 @@ def from_bnb(weight: Tensor, quant_state: Any = None) -> QuantWeight:
         raise fail(
             fn, "weight", f"{size} bytes for its shape {(N, K)}", have, "Gather the whole weight of a sharded layer first."
         )
-    kind = str(state.quant_type)
-    if state.state2 is None:
-        absmax = stored(fn, "quant_state.absmax", state.absmax, (torch.float32,), (groups,))
-        return made(fn, kind, (codes[:size], absmax), (N, K), state.dtype, Lut4(kind, True, group, "fp32", "flat"))
-    if state.state2.blocksize != NESTED:
-        raise fail(
-            fn, "quant_state.state2.blocksize", f"{NESTED}", state.state2.blocksize, "Quantise with bitsandbytes' defaults."
-        )
-    absmax = stored(fn, "quant_state.absmax", state.absmax, (torch.uint8,), (groups,))
-    code256 = stored(fn, "quant_state.state2.code", state.state2.code, (torch.float32,), (256,))
-    scales2 = stored(fn, "quant_state.state2.absmax", state.state2.absmax, (torch.float32,), (-(-groups // NESTED),))
-    offset = stored(fn, "quant_state.offset", state.offset, (torch.float32,), ())
-    tensors = (codes[:size], absmax, code256, scales2, offset)
-    return made(fn, kind, tensors, (N, K), state.dtype, Lut4(kind, True, group, "nested", "flat"))
+    kind, outer, fp32 = str(state.quant_type), state.state2, (torch.float32,)
+    if outer is not None and outer.blocksize != NESTED:
+        remedy = "Quantise with bitsandbytes' defaults."
+        raise fail(fn, "quant_state.state2.blocksize", f"{NESTED}", outer.blocksize, remedy)
+    absmax = stored(fn, "quant_state.absmax", state.absmax, fp32 if outer is None else (torch.uint8,), (groups,))
+    tensors = [codes[:size], absmax]
+    if outer is not None:
+        tensors += [
+            stored(fn, "quant_state.state2.code", outer.code, fp32, (256,)),
+            stored(fn, "quant_state.state2.absmax", outer.absmax, fp32, (-(-groups // NESTED),)),
+            stored(fn, "quant_state.offset", state.offset, fp32, ()),
+        ]
+    facts = Lut4(kind, True, group, "fp32" if outer is None else "nested", "flat")
+    return made(fn, kind, tuple(tensors), (N, K), state.dtype, facts)
 
 
 def from_bnb_int8(weight: Tensor, scb: Tensor | None = None, *, dtype: torch.dtype = torch.float16) -> QuantWeight:

@@ -76,23 +76,22 @@ def of_nf4(t: Any) -> QuantWeight:
     return made(FN, "torchao_nf4", tensors, (N, K), t.dtype, TorchaoNf4(group, outer))
 
 
-def scale_block(t: Any) -> str | tuple[int, int] | None:
-    N, K = t.qdata.shape
+def scaled(t: Any) -> tuple[Tensor, Tensor, str | tuple[int, int] | None]:
+    """Codes, scales, and what shares one."""
+    N, K = matrix(FN, t.qdata.shape)
     bn, bk = tuple(t.block_size) or (N, K)
-    if (bn, bk) == (N, K):
-        return None
-    return "row" if (bn, bk) == (1, K) else (bn, bk)
+    if bn in (1, N) and bk == K:
+        return t.qdata, t.scale.reshape(-1), None if bn == N else "row"
+    return t.qdata, t.scale.reshape(-(-N // bn), -(-K // bk)), (bn, bk)
 
 
 def of_int8(t: Any) -> QuantWeight:
     if t.act_pre_scale is not None:
         raise fail(FN, "tensor", "a weight alone", "an Int8Tensor that scales its input too (act_pre_scale)", ELSE)
-    N, K = matrix(FN, t.qdata.shape)
+    matrix(FN, t.qdata.shape)
     if t.zero_point is not None and (torch.compiler.is_compiling() or bool(t.zero_point.any())):  # a trace cannot look
         return affine(t)
-    block = scale_block(t)
-    scale = t.scale.reshape(-(-N // block[0]), -(-K // block[1])) if isinstance(block, tuple) else t.scale.reshape(-1)
-    return from_int8(t.qdata, scale, block, dtype=t.dtype)
+    return from_int8(*scaled(t), dtype=t.dtype)
 
 
 def affine(t: Any) -> QuantWeight:
@@ -106,10 +105,7 @@ def affine(t: Any) -> QuantWeight:
 
 
 def of_fp8(t: Any) -> QuantWeight:
-    matrix(FN, t.qdata.shape)
-    block = scale_block(t)
-    scale = t.scale if isinstance(block, tuple) else t.scale.reshape(-1)
-    return from_fp8(t.qdata, scale, block, dtype=t.dtype)
+    return from_fp8(*scaled(t), dtype=t.dtype)
 
 
 def unswizzled(t: Any) -> None:

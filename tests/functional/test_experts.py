@@ -29,10 +29,7 @@ FAULTS = [
     ("norm=norms[e]", "norm=None if norms[e] is None else norms[e].detach()"),
     ("if rest.shape[0]:", "if not ys:"),
     ("ys[0].new_zeros", "ys[0].new_ones"),
-    (
-        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), pairs(gates)",
-        "combine(sorted_rows(fn, spread(x, to, name), layer, to.offsets, name, asked), 2 * gates",
-    ),
+    ("    y = combine(rows, ", "    gates = None if gates is None else 2 * gates\n    y = combine(rows, "),
 ]
 FAULTS = [(experts, *each) for each in FAULTS] + [
     (eager, "rows.to(acc) * gates.reshape(-1)[order, None]", "rows.to(acc) * gates.reshape(-1)[order * 0, None]"),

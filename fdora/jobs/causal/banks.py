@@ -208,14 +208,14 @@ def forwards_of(
 ) -> dict[nn.Module, Callable[..., Any]]:
     """Of the adapted layers, those that read one x together, and of the gated MLPs. ``run(x, modules)``: what these make of x;
     with an activation, f(first) second."""
-    from fdora.integrations._peft.blocks import Shared, projections
+    from fdora.integrations._peft.blocks import Shared, gated_mlps, projections
 
-    def gated(gate: nn.Module, up: nn.Module, act: Any, x: Tensor) -> Tensor:
-        if gate in adapted and up in adapted:
-            return run(x, (gate, up), act)[0]
-        return gated_act(gate(x), up(x), act)
+    def mlp(module: nn.Module, how: Any, act: Any, x: Tensor) -> Any:
+        gate, up, down = (getattr(module, name) for name in how.layers())
+        together = gate in adapted and up in adapted
+        return down(run(x, (gate, up), act)[0] if together else gated_act(gate(x), up(x), act))
 
-    placed = gated_mlps_of(inner, gated)
+    placed: dict[nn.Module, Any] = {module: partial(mlp, module, *of) for module, of in gated_mlps(inner).items()}
     for modules in chain(map(projections, inner.modules()), ([module] for module in adapted)):
         members = [each for each in modules if each in adapted and each not in placed]
         shared = Shared(members, run)
@@ -246,19 +246,6 @@ def check_ran(params: Mapping[str, DoraParams], ran: set[str]) -> None:
     if asleep:
         remedy = "Restore what runs its blocks in another way."
         raise fail(FN, "model", "one that calls each adapted layer", f"no call of `{asleep}`", remedy)
-
-
-def gated_mlps_of(model: nn.Module, gated: Callable[..., Tensor]) -> dict[nn.Module, Callable[..., Any]]:
-    """Forwards for its gated MLPs, whatever their layers are: ``gated(gate, up, act, x)`` is what down reads."""
-    from fdora.integrations._peft.blocks import gated_mlps
-
-    return {module: partial(gated_mlp, module, how, act, gated) for module, (how, act) in gated_mlps(model).items()}
-
-
-def gated_mlp(module: nn.Module, how: Any, act: Any, gated: Callable[..., Tensor], x: Tensor) -> Tensor:
-    gate, up, down = (getattr(module, name) for name in how.layers())
-    y: Tensor = down(gated(gate, up, act, x))
-    return y
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def run_pipeline(
     References: Narayanan et al., 2021, arXiv:2104.04473, section 2.2; LoRAFusion, 2025, arXiv:2510.00206, section 5.
     """
     with watching(FN, links.sums, (*links.down, *links.up)) as watch:  # who is refused says so to those who are not
-        order = check_order(FN, state, works, stages, links)
+        order = check_order(state, works, stages, links)
         posts = receives(works, order, links, len(stages), state.position)
         end = len(links.ranks) * len(stages) - 1
         mail = Mail(links, posts, end, lambda n: wire.empty(works[n]), watch)
@@ -196,12 +196,12 @@ class Process:
         return y, start
 
 
-def check_order(fn: str, state: State, works: Sequence[Work], stages: Mapping[int, Stage], links: Links) -> list[Action]:
+def check_order(state: State, works: Sequence[Work], stages: Mapping[int, Stage], links: Links) -> list[Action]:
     """What this process does. A schedule that this pipeline cannot run is refused on all processes, before they wait."""
     devices, chunks, first = len(links.ranks), len(stages), state.position
     if not chunks or sorted(stages) != [links.rank + devices * c for c in range(chunks)]:
         want = f"numbered {links.rank}, {links.rank + devices}, ... on process {links.rank} of {devices}"
-        raise fail(fn, "stages", want, sorted(stages), "Stages go round the processes.")
+        raise fail(FN, "stages", want, sorted(stages), "Stages go round the processes.")
     count = len(works) - first
     orders = interleaved(devices, count if chunks == 1 else count + -count % devices, chunks)  # no-ops at the end
     depth = depth_of(orders)
@@ -212,7 +212,7 @@ def check_order(fn: str, state: State, works: Sequence[Work], stages: Mapping[in
             if j != ends[a] or n < freed.get(a, first):
                 want = f"in order, each batch {depth} microbatches after the one before it"
                 remedy = f"Make the schedule with Spec(depth={depth}), and go on from the state it was left in."
-                raise fail(fn, "works", want, f"batch {j} of adapter {a} at {n}", remedy)
+                raise fail(FN, "works", want, f"batch {j} of adapter {a} at {n}", remedy)
         for a, j in works[n].due:
             ends[a], freed[a] = j + 1, n + depth
     shifted = (a._replace(microbatch=first + a.microbatch) for a in orders[links.rank])

@@ -65,13 +65,41 @@ def train_step(
     Memory: gradients of all parameters once more while they are added; without ``donate`` a copy of what changes.
     References: Zhu et al., LoRAFusion, 2025, arXiv:2510.00206, section 5; Loshchilov and Hutter, 2019, arXiv:1711.05101.
     """
-    fn = "jobs.loop.train_step"
-    if not work.samples:
-        return state._replace(position=state.position + 1), torch.empty(0)
-    check_turn(fn, state, work, TURN)
-    found, losses = gradients(fn, state, work, data, model)
-    state = state._replace(grads=added(state.grads, found, donate), position=state.position + 1)
-    return stepped(state, [a for a, _ in work.due], model, jobs, donate), losses
+    return one_round("jobs.loop.train_step", TURN, state, [work], data, 0, model, jobs, donate)
+
+
+def one_round(
+    fn: str,
+    remedy: str,
+    state: State,
+    works: Sequence[Work],
+    data: Any,
+    rank: int,
+    model: Model,
+    jobs: Sequence[Job],
+    donate: bool,
+    group: Any = None,
+    watch: Any = None,
+) -> tuple[State, Tensor]:
+    """The microbatches of all replicas, of which this process runs that of its rank; and its losses."""
+    for work in works:
+        check_turn(fn, state, work, remedy)
+    found: Sequence[Tensor | None] = [None for _ in optree.tree_leaves(state.params)]
+    losses = torch.empty(0)
+    if rank < len(works) and works[rank].samples:
+        found, losses = gradients(fn, state, works[rank], data, model)
+    adapters = sorted({sample.adapter for work in works for sample in work.samples})
+    if group is None or not adapters:
+        grads = added(state.grads, found, donate)
+    else:
+        grads = summed(state.grads, found, adapters, group, watch, donate)
+    state = state._replace(grads=grads, position=state.position + len(works))
+    due = [a for work in works for a, _ in work.due]
+    if due:
+        squares = {a: square_sum(state.grads, a) for a in due if jobs[a].clip is not None}
+        state = optimizer_step(state, jobs, squares, due, donate)
+        state = state._replace(kept=kept_of(model.keep, state.params))
+    return state, losses
 
 
 def gradients(fn: str, state: State, work: Work, data: Any, model: Model) -> tuple[Sequence[Tensor | None], Tensor]:
@@ -80,15 +108,6 @@ def gradients(fn: str, state: State, work: Work, data: Any, model: Model) -> tup
     losses = model.forward(params, state.kept, data)
     weights = check_losses(fn, losses, work)
     return torch.autograd.grad(losses, leaves, weights, allow_unused=True), losses.detach()
-
-
-def stepped(state: State, due: Sequence[int], model: Model, jobs: Sequence[Job], donate: bool) -> State:
-    """Once the batches of these adapters are through."""
-    if not due:
-        return state
-    squares = {a: square_sum(state.grads, a) for a in due if jobs[a].clip is not None}
-    state = optimizer_step(state, jobs, squares, due, donate)
-    return state._replace(kept=kept_of(model.keep, state.params))
 
 
 TURN = "Give the microbatches in the schedule's order, and the schedule the depth of this pipeline (depth_of)."
@@ -229,18 +248,8 @@ def replica_step(
         if len(works) > count:
             want = f"at most {count} microbatches, one for each replica"
             raise fail(fn, "works", want, len(works), "Give works[n : n + replicas].")
-        for work in works:
-            check_turn(fn, state, work, f"Make the schedule with Spec(depth={count}), and give its rounds in order.")
-        mine = works[rank] if rank < len(works) and works[rank].samples else None
-        found: Sequence[Tensor | None] = [None for _ in optree.tree_leaves(state.params)]
-        losses = torch.empty(0)
-        if mine is not None:
-            found, losses = gradients(fn, state, mine, data, model)
-        adapters = sorted({sample.adapter for work in works for sample in work.samples})
-        grads = summed(state.grads, found, adapters, group, watch, donate) if adapters else state.grads
-        state = state._replace(grads=grads, position=state.position + len(works))
-        due = [a for work in works for a, _ in work.due]
-        return stepped(state, due, model, jobs, donate), losses
+        remedy = f"Make the schedule with Spec(depth={count}), and give its rounds in order."
+        return one_round(fn, remedy, state, works, data, rank, model, jobs, donate, group, watch)
 
 
 @torch.no_grad()
@@ -251,9 +260,8 @@ def summed(grads: Any, found: Sequence[Tensor | None], adapters: Sequence[int], 
     pairs = [(have, more, a) for have, more in zip(old, found, strict=True) for a in adapters]
     rows = [torch.zeros_like(have[a]) if more is None else more[a] for have, more, a in pairs]
     flat = torch.cat([row.flatten().to(wide) for row in rows])
-    if group is not None:
-        watch.idle(flat.device)
-        watch.wait(dist.all_reduce(flat, group=group, async_op=True), flat)
+    watch.idle(flat.device)
+    watch.wait(dist.all_reduce(flat, group=group, async_op=True), flat)
     new = old if donate else foreach_clone(old)
     own = [t[a] for t in new for a in adapters]
     parts = flat.split([row.numel() for row in rows])

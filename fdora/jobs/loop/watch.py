@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,6 @@ NOTE, LENGTH = "failed", 500
 REMEDY = "Mend what it says; then call connect, or new_group, again: the groups are not usable any more."
 
 
-class Handed(NamedTuple):
-    """An operation that a thread waits for."""
-
-    done: threading.Event
-    errors: list[RuntimeError]
-
-
 class Waiter:
     """A thread that waits for operations, one after the other. Stuck in one, it holds up no exit."""
 
@@ -42,11 +36,11 @@ class Waiter:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.thread: threading.Thread | None = None
 
-    def hand(self, work: Any) -> Handed:
+    def hand(self, work: Any) -> Future[None]:
         if self.thread is None:
             self.thread = threading.Thread(target=self.run, daemon=True)
             self.thread.start()
-        handed = Handed(threading.Event(), [])
+        handed = Future[None]()
         self.queue.put((work, handed))
         return handed
 
@@ -54,9 +48,9 @@ class Waiter:
         for work, handed in iter(self.queue.get, None):
             try:
                 work.wait()
+                handed.set_result(None)
             except RuntimeError as error:
-                handed.errors.append(error)
-            handed.done.set()
+                handed.set_exception(error)
 
 
 class Watch:
@@ -99,11 +93,12 @@ class Watch:
         else:
             self.finish(self.waiter.hand(work))
 
-    def finish(self, handed: Handed) -> None:
-        while not handed.done.wait(LOOK):
+    def finish(self, handed: Future[None]) -> None:
+        while not wait([handed], LOOK).done:
             self.look()
-        if handed.errors:
-            self.look(handed.errors[0])
+        error: Any = handed.exception()
+        if error:
+            self.look(error)
 
     def idle(self, device: torch.device) -> None:
         """Until the GPU has done what it was given: then the host may block on it."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from fdora._check import fail
 from fdora.jobs.loop.records import Work
-from fdora.jobs.loop.watch import Handed, Waiter, Watch, on_gpus
+from fdora.jobs.loop.watch import Waiter, Watch, on_gpus
 from fdora.jobs.schedule import Action, simulate
 
 
@@ -155,7 +156,7 @@ class Mail:
         self.links, self.posts, self.end, self.empty, self.watch = links, posts, end, empty, watch
         self.here: dict[Action, tuple[Any, Tensor]] = {}
         self.waiter = Waiter()  # gloo says that a send is through only to those who wait for it
-        self.sent: deque[tuple[Any, Handed | None, Tensor]] = deque()
+        self.sent: deque[tuple[Any, Future[None] | None, Tensor]] = deque()
 
     def expect(self, action: Action) -> None:
         """Post the receives that are due before it. The send of the action before it was the last thing that was done."""
@@ -182,7 +183,7 @@ class Mail:
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.links.ranks[place], group=self.links.group(self.links.rank, step))
         self.sent.append((work, None if tensor.is_cuda else self.waiter.hand(work), tensor))
-        while self.sent and (self.sent[0][0].is_completed() if self.sent[0][1] is None else self.sent[0][1].done.is_set()):
+        while self.sent and (self.sent[0][0].is_completed() if self.sent[0][1] is None else self.sent[0][1].done()):
             self.sent.popleft()
 
     def close(self) -> None:

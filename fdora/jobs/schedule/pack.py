@@ -35,16 +35,13 @@ def available() -> bool:
 def solve(bins: Sequence[Microbatch], bound: int, spec: Spec) -> tuple[list[list[Sample]], int, str]:
     """The best microbatches found from ``bins`` on, what is now known of the least number, and what the solver said."""
     best, said = [list(each) for each in bins], []
-    if len(best) > bound:
-        fewer, proven = minimise(best, len(best) - 1, bound, False, spec)
-        best = fewer or best
-        bound = len(best) if proven else bound
-        said.append(f"fewest: {'proven' if proven else 'stopped at its limit'}")
-    if len(best) > 1:
-        less, proven = minimise(best, len(best), bound, True, spec)
-        if less and rank(less, spec) < rank(best, spec):
-            best = less
-        said.append(f"least remainder: {'proven' if proven else 'stopped at its limit'}")
+    for what, remainder in (("fewest", False), ("least remainder", True)):
+        if len(best) > (1 if remainder else bound):
+            found, proven = minimise(best, bound, remainder, spec)
+            if found and rank(found, spec) < rank(best, spec):
+                best = found
+            bound = len(best) if proven and not remainder else bound
+            said.append(f"{what}: {'proven' if proven else 'stopped at its limit'}")
     return best, bound, "; ".join(said)
 
 
@@ -53,17 +50,16 @@ def rank(bins: Sequence[Sequence[Sample]], spec: Spec) -> tuple[int, int]:
     return len(bins), min((load(each, spec) for each in bins), default=0)
 
 
-def minimise(
-    bins: list[list[Sample]], B: int, bound: int, remainder: bool, spec: Spec
-) -> tuple[list[list[Sample]] | None, bool]:
-    """Microbatches, None where none were found, and whether the answer (also that there are none) is proven."""
+def minimise(bins: list[list[Sample]], bound: int, remainder: bool, spec: Spec) -> tuple[list[list[Sample]] | None, bool]:
+    """As many microbatches with the least ``remainder``, or fewer; None where none were found, and whether the answer (also
+    that there are none) is proven."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
     samples = sorted((sample for each in bins for sample in each), key=lambda each: (-each.length, each))
     adapters = sorted({sample.adapter for sample in samples})
-    S, G, U = len(samples), len(adapters), spec.units
+    S, B, G, U = len(samples), len(bins) - (not remainder), len(adapters), spec.units
     x = np.arange(S * B).reshape(S, B)
     k = x.size + np.arange(G * B).reshape(G, B)
     extra = 0 if remainder else B - bound  # of which each is used or not

@@ -118,10 +118,10 @@ def check_spec(fn: str, spec: Spec) -> None:
     if not isinstance(spec, Spec):
         raise fail(fn, "spec", "a Spec", f"a {type(spec).__name__}", "Write Spec(capacity=6144, depth=4).")
     for arg in ("capacity", "depth", "multiple", "workers"):
-        value = getattr(spec, arg)
-        if type(value) is not int or not 1 <= value < 1 << 31:
-            want = "below 2^31" if type(value) is int and value > 0 else "a positive int"
-            raise fail(fn, f"spec.{arg}", want, repr(value), "It counts tokens, microbatches or processes.")
+        value, remedy = getattr(spec, arg), "It counts tokens, microbatches or processes."
+        check_positive(fn, f"spec.{arg}", value, remedy)
+        if value >= 1 << 31:
+            raise fail(fn, f"spec.{arg}", "below 2^31", value, remedy)
     if spec.multiple > spec.capacity:
         raise fail(fn, "spec.multiple", f"at most the capacity, {spec.capacity}", spec.multiple, "Nothing would fit.")
     if not is_number(spec.seconds) or not 0 <= spec.seconds < float("inf"):
