@@ -120,7 +120,7 @@ def test_groups_have_the_norm_of_the_kernel_in_use(how):
 
 
 def test_groups_have_one_norm_wherever_they_run():
-    """What PEFT's code must run for us, tracing, has it too; a new adapter has PEFT's; magnitudes can be made anew."""
+    """What PEFT's code must run for us, traced or compiled, has it too; a new adapter has PEFT's; magnitudes can be made anew."""
     model, x = grouped()
     want = truth(model, x).detach()
     with warnings.catch_warnings():
@@ -129,6 +129,10 @@ def test_groups_have_one_norm_wherever_they_run():
         traced = torch.jit.trace(model.eval(), (x,))
     assert_exact(traced(x), want)
     assert report(model)[0].fallbacks
+    scaling = layer(model).scaling
+    with pytest.MonkeyPatch.context() as patched:  # what PEFT's code serves
+        patched.setitem(scaling, "default", torch.tensor(scaling["default"]))
+        assert_exact(torch.compile(model, fullgraph=True, backend="eager")(x).detach(), want)
     base, A, B, m = parts(model)
     init_magnitude(model)
     c = reference.kernel(base.weight, A, B, 1.5, 2).flatten(1).norm(dim=1)

@@ -203,12 +203,22 @@ def merging(module: Any, adapter: str) -> Iterator[None]:
     """PEFT's merge, with dora_scale's floor under its norm: a row of zeros is no 0 / 0. No norm of before holds after it."""
     layer = module.lora_magnitude_vector[adapter]
     weight_norm = layer.get_weight_norm
-    layer.get_weight_norm = lambda *args, **kwargs: weight_norm(*args, **kwargs).clamp_min(EPS)
+    try:
+        with other_norm(layer, lambda *args, **kwargs: weight_norm(*args, **kwargs).clamp_min(EPS)):
+            yield
+    finally:
+        forget(module)
+
+
+@contextmanager
+def other_norm(layer: Any, norm: Any) -> Iterator[None]:
+    """PEFT's code with another norm. Dynamo, which may trace a merge or a fallback, sets nothing where it also sees a ``del``,
+    and then deletes it: hence the dict."""
+    layer.get_weight_norm = norm
     try:
         yield
     finally:
-        del layer.get_weight_norm
-        forget(module)
+        layer.__dict__.pop("get_weight_norm", None)
 
 
 def paused(magnitude: Any, s: Any) -> str:

@@ -14,7 +14,7 @@ from fdora import FdoraError
 from fdora._torch import PLAIN
 from fdora.functional import dora_compose, dora_delta, dora_norm
 from fdora.functional.prepared import kernel_rows
-from fdora.integrations._peft.dora import Dora, ours
+from fdora.integrations._peft.dora import Dora, other_norm, ours
 from fdora.integrations._peft.fast_path import Weights, dtypes, obstacle, served
 from fdora.integrations._peft.layer import fuse_layer
 from fdora.integrations._peft.mesh import init_on_mesh, lies_on_mesh, put_magnitude
@@ -199,11 +199,8 @@ class ConvVariant(Fused):
         layer: Any = module.lora_magnitude_vector[adapter]
         W: Any = w.W
         c = torch.linalg.vector_norm(W + module.scaling[adapter] * (w.B @ w.A), dim=1).view(layer.weight.shape)
-        layer.get_weight_norm = lambda *_, **__: c
-        try:
+        with other_norm(layer, lambda *_, **__: c):
             return super().fall_back(why, module, adapter, *args, **kwargs)
-        finally:
-            del layer.get_weight_norm
 
     def composed(self, result: Tensor, lora: Tensor, g: Tensor, s: float, bias: Tensor | None) -> Tensor:
         along = (1, -1, *[1] * (result.dim() - 2))
