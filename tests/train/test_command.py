@@ -240,6 +240,7 @@ def test_a_line_ends_where_json_does(tmp_path):
         ("lr = 0.01", "", "got none of lr"),
         ("lr = 2e-2", "rate = 2e-2", "got unknown rate"),
         ("lr = 2e-2", 'lr = "fast"', "`jobs.law.lr` must be"),
+        ("seed = 1", f"seed = {1 << 70}", "seed` must be an int from 0 to 2^32 - 1"),
         ("r = 4,", "rank = 4,", "what peft.LoraConfig takes"),
         ("law.jsonl", "no.jsonl", "must be lines of JSON"),
         ("float32", "float33", "must be float32, bfloat16 or float16"),

@@ -610,6 +610,10 @@ JOBS = {
     "no judge": (lambda: (GOOD._replace(evaluation=[]),), r"`jobs\[0\].evaluation` must be a sequence .* an empty one"),
     "batch": (lambda: (GOOD._replace(batch=0),), r"`jobs\[0\].batch` must be a positive int, got 0"),
     "steps": (lambda: (GOOD._replace(steps=0),), r"`jobs\[0\].steps` must be a positive int, got 0"),
+    "seed": (
+        lambda: (GOOD._replace(seed=1 << 70),),
+        r"`jobs\[0\].seed` must be an int from 0 to 2\^32 - 1, got 1180591620717411303424",
+    ),
     "evaluate": (lambda: (GOOD._replace(evaluate=-1),), r"`jobs\[0\].evaluate` must be an int of 0 or more, got -1"),
     "rate": (
         lambda: (GOOD._replace(job=Job("law", float("nan"))),),

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from fdora._check import FLOATS, FdoraError, fail
 from fdora._command import WRITTEN, mistakes, one_line, parser_of, using
-from fdora.jobs.causal.data import IGNORED, Course, Step, TrainJob, check_job
+from fdora.jobs.causal.data import IGNORED, Course, Step, TrainJob, check_job, check_seed
 from fdora.jobs.causal.fit import card_of, memory_of, seconds_of, terms_of
 from fdora.jobs.causal.whole import Prepared, prepared, train
 from fdora.jobs.loop import Job
@@ -122,6 +122,8 @@ def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[st
     for name, value in found.items():
         if not isinstance(value, known[name]) or isinstance(value, bool):
             raise fail(FN, f"{arg}.{name}", f"of type {known[name]}", repr(value)[:60], "fdora train --help has an example.")
+        if name == "seed":
+            check_seed(f"{arg}.{name}", value)
 
 
 def samples_of(path: str, tokenizer: Any) -> list[dict[str, list[int]]]:

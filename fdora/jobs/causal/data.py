@@ -124,6 +124,14 @@ def check_job(arg: str, each: Any) -> None:
         remedy = "It counts optimizer steps; 0 evaluates at the end alone."
         raise fail(FN, f"{arg}.evaluate", "an int of 0 or more", repr(each.evaluate), remedy)
     check_optimizer(FN, arg, each.job)
+    if each.seed is not None:
+        check_seed(f"{arg}.seed", each.seed)
+
+
+def check_seed(arg: str, seed: Any) -> None:
+    """As transformers' set_seed takes it. What is drawn from it adds to it, and a generator has 64 bits."""
+    if type(seed) is not int or not 0 <= seed < 1 << 32:
+        raise fail(FN, arg, "an int from 0 to 2^32 - 1", repr(seed), "Choose a smaller one.")
 
 
 def order_of(each: TrainJob) -> list[list[int]]:

@@ -16,7 +16,7 @@ from fdora._check import FdoraError, check_positive, fail
 from fdora._command import progress
 from fdora.functional import DoraParams
 from fdora.jobs.causal.banks import Layer, Mode, layers_of, norms_of, running
-from fdora.jobs.causal.data import FN, Course, Part, Step, Trained, TrainJob, check_job, course_of, order_of, read
+from fdora.jobs.causal.data import FN, Course, Part, Step, Trained, TrainJob, check_job, check_seed, course_of, order_of, read
 from fdora.jobs.causal.fit import card_of, chosen, clock_of, most, terms_of, timer_of
 from fdora.jobs.causal.runs import Ran, Runs, alone, cut_of, depth_for, leave_at_end, logger, shares, staged
 from fdora.jobs.loop import Job, Links, State, Work, connect, init_state, load, read_notes, save
@@ -98,6 +98,7 @@ def train(
     """
     check_positive(FN, "every", every, "It counts microbatches.")
     check_positive(FN, "stages", stages, "1 is no pipeline.")
+    check_seed("seed", seed)
     if join and not folder:
         raise fail(FN, "folder", "given with join", "None", "From there those that train go on, beside the new ones.")
     links = connect() if stages > 1 else Links((0,), 0, (), (), None)
