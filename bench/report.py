@@ -126,7 +126,7 @@ def readme_headline() -> str:
         "It loses where sequences are so long that LoRA does not wait for the host: with "
         f"{listed([*map(str, longer)])} tokens a step takes {listed(exact)}. "
     )
-    also = f", and the longer ones take {listed(alone)}"
+    also = f", and the longer {'ones take' if len(longer) > 1 else 'one takes'} {listed(alone)}"
     return (
         f"With transformers' Trainer on the whole of {MODELS[found['model']]}, one H200, a step takes "
         f"{share('peft_fdora_fused')} of LoRA's wall time and {share('peft_fdora_fused', 'peak_mb')} of its peak memory, where "
