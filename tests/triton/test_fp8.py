@@ -193,6 +193,14 @@ def test_x_is_rounded_once_for_the_layers_that_read_it():
     assert counts(dora_mlp, *layers) == [(2, 0), (3, 2)]
 
 
+@pytest.mark.parametrize("kind, M, rounded", [("row", 32, 0), ("row", 33, 1), ("block", 64, 0), ("block", 65, 1)])
+def test_few_tokens_are_multiplied_by_the_codes_as_they_are(kind, M, rounded):
+    x = torch.empty(M, 512, dtype=BF16, device="meta")
+    with torch.no_grad():
+        (plan,) = explain(dora_linear, x, *layer(kind, 512, 512), s=S, compute="fp8", gpu="h200").plans[-1:]
+    assert [step.what.startswith("fp8_") for step in plan.steps].count(True) == rounded
+
+
 @pytest.mark.parametrize("ranks, inside", [((16,) * 4, True), ((64,) * 8, False)])
 def test_x_is_rounded_once_for_all_adapters(ranks, inside):
     """With few ranks in all their terms are in the product; with many they come behind it."""
