@@ -35,7 +35,7 @@ def fp8_config(of: Ask, rows: int, columns: int, few: int = LIMIT) -> GemmConfig
     The codes of W are read as they are for so ``few`` tokens."""
     by_tma = 90 <= of.capability < 120
     most = few if by_tma and of.tma and not columns else LIMIT
-    if of.M <= most:
+    if most >= of.M:
         return None
     if not by_tma:
         return POINTERS if of.tma else POINTERS._replace(BLOCK_N=64)  # else an address for each element, in registers
