@@ -80,7 +80,8 @@ def dora_linear(
       compute: None, or "fp8" for a half-precision x and a W of e4m3 codes (:func:`fdora.quant.from_fp8`): forward rounds x to
         e4m3, with a scale for each token (for 128 columns of one where W has scales of blocks), and multiplies the codes: about
         2.6 % of the base product are lost. The low-rank term reads x itself; backward is in the dtype of x, on the decoded W.
-        On a GPU up to 64 tokens are multiplied by the decoded W, which is faster, and so are shapes without a kernel. "mxfp8":
+        On a GPU up to 32 tokens (64 where W has scales of blocks) are multiplied by the decoded W, which is faster, and so are
+        shapes without a kernel. "mxfp8":
         W has e8m0 scales of 32 columns each, and x gets such; Blackwell's tensor cores multiply with them. "nvfp4": W is of
         that kind, and x gets e2m1 codes with an e4m3 scale for each 16, and a float32 one for a token, which loses about 10 %.
         Neither ever ran on a GPU.

@@ -97,12 +97,29 @@ def _tile_of(
 
 
 def redo_lost(
-    plan: Builder, W: Packed, dy: Array, x: Array, h: Array, B: Array, g: G, dm: Array | None, dc: Array | None
+    plan: Builder,
+    W: Packed,
+    dy: Array,
+    x: Array,
+    h: Array | None,
+    B: Array,
+    g: G,
+    dm: Array | None,
+    dc: Array | None,
+    offsets: Array | None = None,
+    experts: bool = False,
 ) -> None:
-    """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them."""
+    """dm and dc, where asked for, again of rows whose g is (nearly) 0: from their products, since y holds nothing of them.
+    With ``offsets`` m, c and B are of many adapters; ``experts``: so is W, of 8-bit codes."""
+    if dm is None and dc is None:
+        return
+    assert h is not None
+    N, count = dy.shape[1], 1 if offsets is None else offsets.shape[0]
     given, config = _tile_of(plan, W, W.shape[1], x.itemsize, lost=True)
+    given["EVEN"] = given["EVEN"] and N % config.BLOCK_N == 0
     given |= {"dy": dy, "x": x, "h": h, "b": B, "dm": dm, "dc": dc, "tiny": tiny_of(dy.dtype), **named("M R", h.shape)}
-    plan.launch(lost_kernel, "N", given, g, config)
+    given |= {"offsets": offsets, "G": count, "N": N, "apart": N if experts else 0}
+    plan.launch(lost_kernel, (cdiv(N, config.BLOCK_N), count), given, g, config)
 
 
 def dequantized_with_norm(plan: Builder, W: Packed, A: Array, B: Array, s: Scalar, c: Array, dtype: torch.dtype) -> Array:

@@ -126,14 +126,15 @@ def scaled_by(W: Any) -> tuple[int, int]:
     return W.form.block if W.form.scale == "block" else (1 if W.form.scale == "row" else ALL, 0)
 
 
-def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None) -> GemmConfig | None:
-    """The tile of a forward by such a product; None where W is decoded."""
+def tile_of_codes(plan: Builder, x: Array, W: Any, r: int, y: Array, pre: Array | None, few: int = LIMIT) -> GemmConfig | None:
+    """The tile of a forward by such a product; None where W is decoded. ``few``: see fp8_config."""
     (N, K), on = W.shape, plan.device
     if columns_of(W) in (MX, NV):
         return _tile_of_scaled(plan, x)
     codes = W.codes.words((N, K), W.codes.stride, E4M3)
     tma = K % 16 == 0 and by_tma(codes, Operand(codes, None, trans=True), y, pre) == (True, True)
-    return fp8_config(Ask(int(x.shape[0]), N, K, r, True, pre is not None, tma, on.capability, on.num_sms), *scaled_by(W))
+    ask = Ask(int(x.shape[0]), N, K, r, True, pre is not None, tma, on.capability, on.num_sms)
+    return fp8_config(ask, *scaled_by(W), few)
 
 
 def _tile_of_scaled(plan: Builder, x: Array) -> GemmConfig | None:

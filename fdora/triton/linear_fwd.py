@@ -21,6 +21,7 @@ from fdora.triton.product import scaled_product
 from fdora.triton.runtime import Array, Builder, Scalar, named
 from fdora.triton.small import LIMIT, Out, is_few, reads, small_forward, why_many
 from fdora.triton.small_norm import fits, small_norm_forward
+from fdora.triton.tiles.fp8 import FEW
 
 TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
 
@@ -43,7 +44,8 @@ def forward(
     cast_together(plan, layers)
     both = [*zip(layers, out, strict=True)]
     codes = [
-        tile_of_codes(plan, x, la.W, la.A.shape[0], o.y, o.pre_scale) if fp8 and la.A is not None else None for la, o in both
+        tile_of_codes(plan, x, la.W, la.A.shape[0], o.y, o.pre_scale, FEW) if fp8 and la.A is not None else None
+        for la, o in both
     ]
     few = [half and tile is None and is_few(plan, x, la, True) for la, tile in zip(layers, codes, strict=True)]
     adapted = [la for la in layers if la.A is not None]

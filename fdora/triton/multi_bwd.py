@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fdora.triton.codes import Packed
-from fdora.triton.dequantize import weight_in
+from fdora.triton.dequantize import G as Gain
+from fdora.triton.dequantize import redo_lost, weight_in
 from fdora.triton.dropout import wants_copy
 from fdora.triton.fp8 import codes_config, dz_of_codes, grouped_backward, grouped_tile
 from fdora.triton.kernels.multi_bwd import (
@@ -92,6 +93,7 @@ class Given(NamedTuple):
     pre_scale: bool
     scaled: bool = False  # dy is dz
     other: Array | None = None  # dx of another layer, to be added
+    codes: Packed | None = None  # of W, where nothing reads it dense
 
 
 def words_of(product: str) -> str:
@@ -117,9 +119,10 @@ def backward(plan: Builder, of: Given, numbers: tuple[int, ...] | None, out: Out
             codes = codes_config(plan, W, R, out.dx)
         if codes is not None:
             plan.path = words_of("one product of codes")
-        reads = (out.dx is not None and codes is None) or ((out.dm or out.dc) is not None and not of.pre_scale)
+        again = bank.experts and (out.dm or out.dc) is not None and not of.pre_scale
+        reads = codes is None and (out.dx is not None or again)
         bank = bank._replace(W=stack_in(plan, bank, t) if reads else None)
-        of = of._replace(bank=bank)
+        of = of._replace(bank=bank, codes=None if reads else W)
     if codes is not None and bank.experts:
         shape = grouped(codes, G)
     elif codes is not None or bank.W is None:
@@ -216,6 +219,9 @@ def _finish(
     given |= {"ROWS": rows, "BLOCK_N": finish_n, "BLOCK_T": finish_t, **named("gate up ACT OF_UP", gated)}
     warps = 8 if gated[2] else 4  # to form d gate takes registers that 4 lack
     plan.launch(multi_finish_kernel, (cdiv(N, finish_n), G), given, out, of.bank, num_warps=warps)
+    if of.codes is not None and not of.pre_scale:
+        b, experts = of.bank, bool(of.bank.experts)
+        redo_lost(plan, of.codes, of.dy, of.x, of.h, b.B, Gain(b.m, b.c), out.dm, out.dc, b.offsets, experts)
 
 
 def gated_config(capability: int) -> ScaleConfig:

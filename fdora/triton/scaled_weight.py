@@ -98,7 +98,7 @@ def scaled_backward(plan: Builder, of: Given, dx_of: Callable[[Array, Array, Arr
 def redo(plan: Builder, of: Given) -> None:
     """What the columns of a W of codes lost in y, where something is asked of them."""
     la, grads = of.la, of.grads
-    if not of.pre_scale and (grads.m is not None or grads.c is not None):
+    if not of.pre_scale:
         redo_lost(plan, la.W, of.dy, of.x, of.h, la.B, G(la.m, la.c), grads.m, grads.c)
 
 

@@ -12,6 +12,7 @@ from fdora import FdoraError
 from fdora.eager.fp8 import quantised
 from fdora.functional import (
     DoraLayer,
+    dora_experts,
     dora_experts_mlp,
     dora_linear,
     dora_linear_group,
@@ -22,7 +23,7 @@ from fdora.functional import (
 )
 from fdora.quant import Codes8, Lut4, QuantWeight, from_nvfp4, with_transpose
 from fdora.quant.quantize import nvfp4
-from fdora.triton import fp8, multi
+from fdora.triton import fp8, multi, multi_bwd
 from fdora.triton.codes import Coded, written
 from fdora.triton.linear import plan_backward, plan_forward
 from fdora.triton.tiles.few import LIMIT
@@ -152,6 +153,32 @@ def test_the_same_mlps_of_experts(M, by):
     assert_same(call, [x, *first, *second], CODES, CODES if by == "tma" else {}, 1e-2)
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bank", "experts"])
+def test_rows_without_a_magnitude_of_many(kind, by, monkeypatch):
+    """Their dm comes from W's codes, which no dense W is made for."""
+    decoded, stack_in = [], multi_bwd.stack_in
+    monkeypatch.setattr(multi_bwd, "stack_in", lambda *args: decoded.append(args) or stack_in(*args))
+    x, ends = x_of(150, K=256, dtype=HALF), torch.tensor([40, 40, 150], device=device.NAME, dtype=torch.int32)
+    if kind == "experts":
+        la, (A, B, m, _) = experts(3, 128, 256, dtype=HALF)
+        call = partial(dora_experts, x, la.W, s=S, offsets=ends, norm=la.norm)
+    else:
+        W, *one = layer("block", 128, 256, dtype=HALF)
+        A, B, m = (torch.stack([t.detach() * (1 + a) for a in range(3)]).requires_grad_() for t in one)
+        call = partial(dora_linear_multi, x, W, s=[S] * 3, offsets=ends, norm=dora_norm(W, A.detach(), B.detach(), s=[S] * 3))
+    m = m.detach().clone().requires_grad_()
+    with torch.no_grad():
+        m[0, 5], m[1, 6], m[2, 7], m[2, 127] = 0, 0, 1e-30, 0
+    lost, call = m.detach().abs() < 1e-20, partial(call, A=A, B=B, m=m)
+    got, want = (
+        outputs_and_gradients(partial(call, backend=backend, **how), [x, m])[2]
+        for backend, how in (("triton", CODES), ("eager", {}))
+    )
+    assert rel_l2(got[lost], want[lost]) < 2e-3 and rel_l2(got[~lost], want[~lost]) < 5e-2 and want[lost].count_nonzero() == 3
+    assert bool(decoded) == (by == "pointers")
+
+
 def test_x_is_rounded_once_for_the_layers_that_read_it():
     def counts(fn, *layers):
         plans = explain(
@@ -164,6 +191,14 @@ def test_x_is_rounded_once_for_the_layers_that_read_it():
     assert counts(dora_linear_group, layers) == [(1, 0), (3, 3)]
     layers[1] = layers[1]._replace(W=with_transpose(layers[1].W))
     assert counts(dora_mlp, *layers) == [(2, 0), (3, 2)]
+
+
+@pytest.mark.parametrize("kind, M, rounded", [("row", 32, 0), ("row", 33, 1), ("block", 64, 0), ("block", 65, 1)])
+def test_few_tokens_are_multiplied_by_the_codes_as_they_are(kind, M, rounded):
+    x = torch.empty(M, 512, dtype=BF16, device="meta")
+    with torch.no_grad():
+        (plan,) = explain(dora_linear, x, *layer(kind, 512, 512), s=S, compute="fp8", gpu="h200").plans[-1:]
+    assert [step.what.startswith("fp8_") for step in plan.steps].count(True) == rounded
 
 
 @pytest.mark.parametrize("ranks, inside", [((16,) * 4, True), ((64,) * 8, False)])

@@ -26,6 +26,7 @@ from fdora.triton.kernels.decode import (
     tile_words,
 )
 from fdora.triton.kernels.g import g_tile
+from fdora.triton.kernels.multi import bounds_of
 from fdora.triton.kernels.scale import dot_rows, over_few, store_gradients
 from fdora.triton.kernels.tile import Matrix, addresses, both
 from fdora.triton.runtime.cost import decoded, kernel
@@ -107,24 +108,30 @@ def dequantize_kernel(
 @kernel("m c")
 def lost_kernel(
     codes, scales, code256, scales2, offset,  # see decode.py
-    dy, x, h, b,  # (M, N), (M, K), (M, R), (N, R)
-    m, c, dm, dc,  # (N,)
-    M, N, K, R, groups, tiny,
-    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_bn, stride_br, stride_cn, stride_ck,
+    dy, x, h, b,  # (M, N), (M, K), (M, R) of sorted tokens, (G, N, R)
+    offsets, m, c, dm, dc,  # (G,) or None, (G, N)
+    M, G, N, K, R, groups, apart, tiny,
+    stride_dy, stride_xm, stride_xk, stride_hm, stride_hr, stride_ba, stride_bn, stride_br, stride_cn, stride_ck,
     HOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):
     """The gradients of m and c of rows whose g is nothing or nearly so, from the products: dg_n = W_n (dy^T x)_n +
-    B_n (dy^T h)_n. A program for each BLOCK_N rows, which ends at once where there is no such row."""
+    B_n (dy^T h)_n. A program for each BLOCK_N rows of each adapter, which ends at once where there is no such row. W of an
+    adapter begins ``apart`` rows behind that of the one before."""
     T: tl.constexpr = Blocks(BLOCK_N, BLOCK_K, VECTOR, EVEN)
     DECODE: tl.constexpr = decode4 if HOW.BITS == 4 else decode8
     W = Codes(codes, scales, code256, scales2, offset, groups, stride_cn, stride_ck)
-    dy, x = Matrix(dy, stride_dy, None), Matrix(x, stride_xm, stride_xk)
+    a = tl.program_id(1)
+    lo, hi = bounds_of(offsets, a, G, M)
+    of_a, first = tl.cast(a, tl.int64), tl.cast(lo, tl.int64)
+    dy, x = Matrix(dy + first * stride_dy, stride_dy, None), Matrix(x + first * stride_xm, stride_xm, stride_xk)
     n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
+    m, c, at = m + of_a * N, c + of_a * N, of_a * N + n
     g = g_tile(m, c, n, N)
     lost = (tl.abs(g) < tiny) & in_n
     if tl.max(lost.to(tl.int32), axis=0) > 0:
-        dg = dot_rows(dy, Matrix(h, stride_hm, stride_hr), Matrix(b, stride_bn, stride_br), n, N, M, R)
+        own_h = Matrix(h + first * stride_hm, stride_hm, stride_hr)
+        dg = dot_rows(dy, own_h, Matrix(b + of_a * stride_ba, stride_bn, stride_br), n, N, hi - lo, R)
         for first_k in range(0, K, BLOCK_K):
-            w, k = DECODE(W, n, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, BLOCK_K)
-            dg += tl.sum(over_few(dy, x, n, k, N, M, K) * w, axis=1)
-        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, n, lost)
+            w, k = DECODE(W, n + of_a * apart, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, BLOCK_K)
+            dg += tl.sum(over_few(dy, x, n, k, N, hi - lo, K) * w, axis=1)
+        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, at, lost)

@@ -76,7 +76,7 @@ def multi_finish_kernel(
     OF_UP: tl.constexpr,
 ):
     """The gradients of m and c of one adapter: its pairs in their order, and the products again where the output lost v: a few
-    columns at a time, since registers for all of them would leave room for few programs. Beside ACT dy is da, of
+    columns at a time, since registers for all of them would leave room for few programs; not of codes. Beside ACT dy is da, of
     gate and up, and the layer is one of them."""
     n = block_on(0, BLOCK_N)
     in_n = n < N
@@ -93,7 +93,7 @@ def multi_finish_kernel(
         dg = dg / tl.where(tl.abs(ga) < tiny, 1.0, ga)
         again = tl.abs(ga) < tl.where(lo < hi, tiny, 0.0)
         store_gradients(dg, ga, ca, dm, dc, at, in_n & ~again)
-        if tl.max((again & in_n).to(tl.int32), axis=0) > 0:
+        if w is not None and tl.max((again & in_n).to(tl.int32), axis=0) > 0:
             top = lo.to(tl.int64)
             own_dy, own_h = Matrix(dy + top * stride_dy, stride_dy, None), Matrix(h + top * stride_hm, stride_hm, None)
             below = own_dy if ACT == "" else (
