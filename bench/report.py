@@ -137,11 +137,11 @@ def readme_headline() -> str:
     )
 
 
-def longer_rows() -> dict[int, dict[str, float]]:
+def longer_rows(field: str = "ms") -> dict[int, dict[str, float]]:
     """ms of each way, by tokens of a micro-batch."""
     found: dict[int, dict[str, float]] = {}
     for row in rows_of(LONGER, model="8b", mode="checkpointing"):
-        found.setdefault(row["S"], {})[row["way"]] = row["ms"]
+        found.setdefault(row["S"], {})[row["way"]] = row[field]
     return found
 
 
@@ -256,12 +256,15 @@ def readme_losses() -> str:
     exact, peft = (
         listed([f"{of[way] / of['peft_lora']:.2f}" for of in lost.values()]) for way in ("use_fdora_fused", "peft_dora")
     )
+    by_gpu = longer_rows("gpu_ms")
+    on_gpu = listed([f"{of['use_fdora_fused'] / of['peft_lora']:.2f}" for of in by_gpu.values()])
     warmup = trained["peft_fdora_fused"]["warmup_s"]
     first, loras = (trained[way]["first_s"] for way in ("peft_fdora_fused", "peft_lora"))
     compiled, unfused = over_lora("fdora, compiled"), over_lora("fuse=False", 1)
     points = {
         "**Dropout.** `lora_dropout` above 0 costs a second product with the base weight, in fdora as in PEFT's DoRA. With "
-        f"{listed([*map(str, lost)])} tokens a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA.": lost,
+        f"{listed([*map(str, lost)])} tokens a step takes {exact} of LoRA's time, and {peft} with PEFT's DoRA. The "
+        f"GPU alone, without waiting for the host, takes {on_gpu} with {listed([*map(str, by_gpu)])} tokens.": lost,
         f"**The first step.** In the training at the top `fdora.warmup` took {warmup:.1f} s, and the first step {first:.1f} s "
         f"for LoRA's {loras:.1f} s.": warmup + first > loras,
         f"**Layers compiled one by one.** A step takes {compiled:.2f} of compiled LoRA's time.": compiled > 1,
