@@ -76,6 +76,7 @@ OF_CODES = {
 CODES_IN_PARTS = {"small.small_codes_config": lambda *_: CodesConfig(64, 64, 1, 2, 2, 2)}
 FEW_OF_CODES = HALF | {"tokens": 13, "codes": True, "ranks": (16, 40, 70, 400), "whole": 128, "largest": 256}
 FEW_OF_CODES |= {"dropout": False, "kinds": MULTIPLIED}
+AUTOCAST = {"autocast": "fp16", "dtypes": ["fp32"], "kinds": MULTIPLIED}
 BANK = {"tokens": 130, "kinds": MULTIPLIED[:-1]}  # dm of a bank where m is 0 is that of the decoded W
 WAYS = {
     "product after": By("group", "rest_kernel", product_by("after"), {"tokens": 97}),
@@ -119,6 +120,11 @@ WAYS = {
     "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 1),
     "few tokens of codes": By("group", "small_codes_kernel", {}, FEW_OF_CODES, count=3),
     "few tokens of codes in parts": By("group", "add_parts_kernel", CODES_IN_PARTS, FEW_OF_CODES, count=5),
+    "autocast": By("group", "copy_kernel", {}, AUTOCAST),
+    "autocast of few tokens": By("linear", "small_kernel", {}, AUTOCAST | {"tokens": 8}),
+    "autocast of codes": By("linear", "dequantize_kernel", {}, AUTOCAST | {"tokens": 70, "codes": True}, count=4),
+    "autocast of a bank": By("multi", "multi_table_kernel", {}, AUTOCAST | {"tokens": 130}, count=3),
+    "autocast of experts": By("experts_mlp", "multi_gemm_pointer_kernel", {}, AUTOCAST | {"tokens": 40}, count=2),
     "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
 }
 
