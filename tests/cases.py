@@ -118,6 +118,7 @@ class Options(NamedTuple):
     # Every W is of e4m3 codes and multiplied as such, if all may be; of its block, M, N and K: whether x and dz are rounded then.
     rounds: Callable[[object, int, int, int], tuple[bool, bool]] | None = None
     autocast: str = ""  # the dtype of products, whatever tensors have
+    full: bool = False  # gradients go through every norm
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -445,7 +446,7 @@ def layers(
 ) -> Callable:
     """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers. ``tokens``: of one x for all."""
     p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft")) if d.options.dropout else (0.0, "none")
-    fixed, detach = [], d.chance(0.7)
+    fixed, detach = [], d.chance(0.7) and not d.options.full
     if d.options.rounds:
         mode, detach = mode.replace("peft", "lora"), True
     for N, K in shapes:
@@ -597,6 +598,7 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, axis = d.rank(), d.scaling(), d.dtype(), d.of(1, 1, 1, 0)
     kind, how = d.of("plain", "start", "zero_rows", "cancelling", "nan_row"), d.of("plain", "state", "squared", "gradient")
+    how = "gradient" if d.options.full else how
     if how == "gradient":  # where c is 0 the true one is none
         kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
