@@ -23,7 +23,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -117,6 +117,8 @@ class Options(NamedTuple):
     layouts: Sequence[str] = ()  # all of LAYOUTS where empty
     # Every W is of e4m3 codes and multiplied as such, if all may be; of its block, M, N and K: whether x and dz are rounded then.
     rounds: Callable[[object, int, int, int], tuple[bool, bool]] | None = None
+    autocast: str = ""  # the dtype of products, whatever tensors have
+    full: bool = False  # gradients go through every norm
 
 
 def usual(device: str = "cpu", backend: str = "auto") -> Options:
@@ -444,7 +446,7 @@ def layers(
 ) -> Callable:
     """Choices for these (N, K): a function of a round's Draw that gives its tensors and layers. ``tokens``: of one x for all."""
     p, mode = d.of((0.0, "none"), (0.0, "none"), (0.3, "lora"), (0.5, "peft")) if d.options.dropout else (0.0, "none")
-    fixed, detach = [], d.chance(0.7)
+    fixed, detach = [], d.chance(0.7) and not d.options.full
     if d.options.rounds:
         mode, detach = mode.replace("peft", "lora"), True
     for N, K in shapes:
@@ -503,7 +505,8 @@ def linear(d: Draw) -> Callable[[Draw], Problem]:
     dtype, lead, layout = d.dtype(), d.lead(M), d.layout()
     fresh = layers(d, [(N, K)], dtype, True, tokens=math.prod(lead))
     extra = fresh.options | {"backend": d.backend, "keep_inner": d.chance(0.2)}
-    ends = [] if {"peft", "fp8"} & set(fresh.options.values()) else [n for n in ("gamma", "residual") if d.chance(0.2)]
+    apart = d.options.autocast or {"peft", "fp8"} & set(fresh.options.values())  # y has another dtype, or is no single product
+    ends = [] if apart else [n for n in ("gamma", "residual") if d.chance(0.2)]
     extra |= origin(d, fresh)
 
     def one(e: Draw) -> Problem:
@@ -595,6 +598,7 @@ def norm(d: Draw) -> Callable[[Draw], Problem]:
     N, K = d.sizes(2, zero=0.05)
     r, s, dtype, axis = d.rank(), d.scaling(), d.dtype(), d.of(1, 1, 1, 0)
     kind, how = d.of("plain", "start", "zero_rows", "cancelling", "nan_row"), d.of("plain", "state", "squared", "gradient")
+    how = "gradient" if d.options.full else how
     if how == "gradient":  # where c is 0 the true one is none
         kind, N, K = "plain", max(N, 1), max(K, 1)
     dtypes, layouts = dict(W=dtype, A=d.beside(dtype), B=d.beside(dtype)), {n: d.layout() for n in "WAB"}
@@ -926,7 +930,9 @@ def many(d: Draw, own: bool, act: str | None = None) -> Callable[[Draw], Problem
         """Layer i."""
         N, K = shapes[i]
         values = {"W": e.normal(*lead, N, K, std=max(K, 1) ** -0.5), "A": e.normal(G, r, K, std=max(K, 1) ** -0.5)}
-        far = act == "gpt_oss" and dtype.itemsize > 2  # some gates are cut off; where z is rounded to half, others would be
+        far = (
+            act == "gpt_oss" and dtype.itemsize > 2 and not d.options.autocast
+        )  # some gates are cut off; where z is rounded to half, others would be
         values |= {"B": e.normal(G, N, r, std=0.1 * r**-0.5), "b": e.normal(*lead, N, std=8 if far else 1)}
         for g, rank in enumerate(ranks):
             values["A"][g, rank:] = values["B"][g, :, rank:] = beyond
@@ -1167,6 +1173,16 @@ def run(
     return found
 
 
+def under_autocast(problem: Problem, dtype: torch.dtype, where: str) -> Problem:
+    """The same call, whose products and outputs are of this dtype."""
+
+    def call(t: Tensors) -> Sequence[Tensor]:
+        with torch.autocast(where, dtype):
+            return problem.call(t)
+
+    return replace(problem, call=call, naive=None, dtype=dtype, outputs=dtype)
+
+
 def powers(t: Tensor, p: int, tiny: float) -> Tensor:
     """|t|**p; the smallest normal number is added, for numbers below it lose digits."""
     return (t.detach().double().abs() + tiny) ** p
@@ -1264,7 +1280,9 @@ def one_round(e: Draw, fresh: Callable[[Draw], Problem], kept: Kept) -> float:
                     stack.enter_context(torch.cuda.device(e.random.randrange(torch.cuda.device_count())))
         if mode != "grad":
             stack.enter_context(torch.no_grad() if mode == "no_grad" else torch.inference_mode())
-        problem = fresh(e)
+        problem, half = fresh(e), DTYPES.get(e.options.autocast)
+        if half is not None:
+            problem = under_autocast(problem, half, e.device.type)
         needs = [n for n in problem.trainable if mode == "grad" and e.chance(0.7)]
         if any(n[0] == "W" and t.isnan().any() for n, t in problem.tensors.items()):
             needs = []  # all would be NaN
@@ -1277,7 +1295,8 @@ def one_round(e: Draw, fresh: Callable[[Draw], Problem], kept: Kept) -> float:
                 dys.append(dy if len(ys) == 1 or e.chance(0.8) else None)
             return dys
 
-        got = run(problem.call, problem.tensors, needs, draw, twice=e.chance(0.2))
+        with torch.autocast(e.device.type, half, enabled=half is not None):  # backward inside of it, and then outside
+            got = run(problem.call, problem.tensors, needs, draw, twice=e.chance(0.2))
         again = run(problem.call, problem.tensors, needs, dys)
         for name, t in got.items():
             if not same_bits(t, again[name]):

@@ -21,6 +21,13 @@ def test_a_slice(name):
         run_case(name, f"{name} {k}", drawn())
 
 
+@pytest.mark.parametrize("name", ["linear", "group", "mlp", "multi", "experts", "experts_mlp", "conv"])
+def test_autocast(name):
+    """Products in its dtype, gradients in their parameter's, backward inside of it and outside."""
+    for k in range(12):
+        run_case(name, f"{name} {k}", drawn(autocast="bf16", dtypes=["fp32"] if "experts" in name else ["fp32", "fp16"]))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(choices=st.randoms(use_true_random=False))

@@ -338,45 +338,11 @@ def test_checkpoint_redraws_the_same_mask_without_a_seed(reentrant):
     assert torch.equal(x.grad, want)
 
 
-def under_autocast(dtype, call, want, leaves):
-    """What is rounded to dtype: y, and by how much; float32 parameters have float32 gradients, inside and outside the same."""
-    with torch.autocast(device.NAME, dtype):
-        y = call()
-        dy = torch.randn_like(y)
-        inside = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
-    outside = torch.autograd.grad(y, list(leaves.values()), dy)
-    truth = torch.autograd.grad(want, list(leaves.values()), dy.double())
-    assert y.dtype == dtype
-    for n, a, b in zip(leaves, inside, outside, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b), n
-    return rel_l2(y, want), max(map(rel_l2, inside, truth))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("base_dtype", [torch.float32, None], ids=["fp32_base", "half_base"])
-def test_autocast(dtype, base_dtype):
-    """x is cast as for F.linear; the norm, g and the gradients of float32 parameters stay float32."""
-    t = tensors(48, 64, 8, (128,), torch.float32, spread=0.0015)
-    t["W"] = t["W"].to(base_dtype or dtype)
-    leaves = {n: t[n].requires_grad_() for n in ("x", "A", "B", "m", "bias")}
-    args = [t[n] for n in "xWABm"]
-    want = reference.dora(*args, S, t["bias"])
-    with torch.autocast(device.NAME, dtype):
-        c = F.dora_norm(*args[1:4], s=S)
-        assert torch.nn.functional.linear(*args[:2]).dtype == dtype
-    assert c.dtype == torch.float32 and rel_l2(c, reference.norm(*args[1:4], S)) <= 1e-6
-    of_y, of_gradients = under_autocast(dtype, lambda: F.dora_linear(*args, s=S, bias=t["bias"]), want, leaves)
-    limit = 4e-3 if dtype == torch.bfloat16 else 5e-4
-    assert of_y <= limit and of_gradients <= 2 * limit
-
-
-@pytest.mark.parametrize("name", ["group", "mlp", "multi"])
-def test_autocast_of_layers_together(name):
-    op, t = OPS[name], inputs(OPS[name], 128, torch.float32)
-    leaves = {n: t[n].requires_grad_() for n in op.trained}
-    want = op.call(**{n: v.double() for n, v in t.items()})
-    of_y, of_gradients = under_autocast(torch.bfloat16, lambda: op.call(**t), want, leaves)
-    assert of_y <= 1e-2 and of_gradients <= 2e-2
+def test_a_norm_is_float32_under_autocast():
+    t = tensors(48, 64, 8, dtype=torch.float32)
+    with torch.autocast(device.NAME, torch.bfloat16):
+        c = F.dora_norm(t["W"], t["A"], t["B"], s=S)
+    assert c.dtype == torch.float32 and rel_l2(c, reference.norm(t["W"], t["A"], t["B"], S)) <= 1e-6
 
 
 def stated(W, A, B, m, c):

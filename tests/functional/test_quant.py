@@ -48,23 +48,6 @@ def x_of(k=K, rows=5, dtype=torch.float32):
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
-def both(f, W, leaves, others=()):
-    """f of the quantised weight and of the dense one: outputs and all gradients."""
-    results = []
-    for w in (W, W.dequantize()):
-        ys = f(w)
-        ys = ys if isinstance(ys, tuple) else (ys,)
-        loss = sum((y.float() * torch.linspace(-1, 1, y.shape[-1])).sum() for y in ys)
-        results.append([*(y.detach() for y in ys), *torch.autograd.grad(loss, leaves)])
-    return results
-
-
-def assert_equal(results):
-    got, want = results
-    assert len(got) == len(want) and all(map(torch.equal, got, want))
-    assert all(t.abs().sum() > 0 for t in got)
-
-
 def test_rows_at_a_time(monkeypatch):
     """max_bytes is shared out: no more rows are decoded together than half of it holds."""
     from fdora.quant import QuantWeight
@@ -105,16 +88,6 @@ def test_a_function_is_called_once_for_a_norm(monkeypatch):
     assert len(calls) == 3
     torch.testing.assert_close(each, torch.stack([c, c]), rtol=1e-6, atol=0)
     torch.testing.assert_close(base.double(), dense.double().square().sum(1), rtol=1e-6, atol=0)
-
-
-def test_autocast_decodes_to_the_dtype_of_the_products():
-    W, x = weight(dtype=torch.float32), x_of()
-    A, B, m = adapter(W)
-    c = dora_norm(W, A, B, s=S)
-    with torch.autocast("cpu", torch.bfloat16):
-        results = both(lambda w: dora_linear(x, w, A, B, m, s=S, norm=c), W, [x, A, B, m])
-    assert_equal(results)
-    assert results[0][0].dtype == torch.bfloat16
 
 
 def test_nothing_dense_is_saved():

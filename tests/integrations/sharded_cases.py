@@ -1,7 +1,7 @@
 """What test_sharded.py runs in each of its processes.
 
 Each case gives numbers, the test looks at them. Each rank has data of its own, else a sum that is lost would not be
-seen. With more processes and steps, as a table: sharded_table.py.
+seen.
 """
 
 import copy

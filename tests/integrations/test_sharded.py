@@ -1,9 +1,11 @@
 """PEFT models that FSDP, DDP, DeepSpeed or tensor parallelism shard: two processes with gloo, many cases (sharded_cases.py).
 
-With two every gradient has the bits of one process: the sum of two numbers has no order. With four, over five steps
-(test_sharded_table.py), it is as near to float64 as that of one process.
+With two every gradient has the bits of one process: the sum of two numbers has no order. With four, over five steps, it is as near
+to float64 as that of one process. More of either: ``PROCESSES=4 STEPS=10 python -m pytest tests/integrations/test_sharded.py``.
 """
 
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -42,8 +44,9 @@ def run(names, *packages):
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run(CASES)
+def found(request):
+    """Of the cases that were asked for."""
+    return run([item.callspec.params["name"] for item in request.session.items if item.originalname == "test_case"])
 
 
 def trains(mine):
@@ -154,6 +157,20 @@ def holds(found, name):
 @pytest.mark.parametrize("name", CASES)
 def test_case(found, name):
     holds(found, name)
+
+
+# to which four processes are not as two: sums have an order, a mesh has two dimensions, a process has no rows
+OF_FOUR = [
+    *("ddp", "fsdp2 leaves", "hsdp blocks", "fsdp1 leaves", "on shards, fsdp2 blocks", "on shards, hsdp blocks"),
+    *("full DoRA, fsdp over it", "lora dropout, fsdp over it", "few rows", "tp transformers", "tp fsdp over it"),
+]
+
+
+@pytest.mark.xdist_group("tests/integrations/test_sharded.py")  # not beside the processes of the others
+def test_four_processes_and_five_steps():
+    command = [sys.executable, "-m", "pytest", *(f"{__file__}::test_case[{name}]" for name in OF_FOUR)]
+    done = subprocess.run(command, env=os.environ | {"PROCESSES": "4", "STEPS": "5"}, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(OF_FOUR)} passed" in done.stdout, done.stdout[-4000:]
 
 
 def test_zero():

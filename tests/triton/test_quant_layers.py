@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 from fdora import _dispatch
 from fdora.autograd.weight import forms_norm
 from fdora.functional import dora_linear, dora_norm
-from fdora.quant import Codes8, Lut4, QuantWeight, lut4
+from fdora.quant import Codes8, Lut4, lut4
 from fdora.quant import weight as formats
 from fdora.triton.codes import Coded, coded_of, is_decoded, packed, tensors_of, written
 from fdora.triton.dequantize import dequantized
@@ -37,16 +37,6 @@ FEW, MANY = 5, LIMIT + 3
 @pytest.fixture(autouse=True)
 def by_kernels(monkeypatch):
     monkeypatch.setattr(_dispatch, "_forced", "triton")
-
-
-@pytest.fixture
-def undecoded(monkeypatch):
-    """Decoding in torch is an error."""
-
-    def refuse(*_, **__):
-        raise AssertionError("decoded in torch")
-
-    monkeypatch.setattr(QuantWeight, "dequantize", refuse)
 
 
 def weight(name, n=48, k=96, dtype=HALF, seed=0):
@@ -91,18 +81,6 @@ def test_layers_of_packed_integers(form):
     drawn = usual(device.NAME, "triton")._replace(dtypes=["fp16"], whole=8, largest=48, codes=True, kinds=("zero_m",))
     for tokens in (FEW, MANY):
         run_case("group", f"{form} {tokens}", drawn._replace(tokens=tokens, weight=partial(weight_of, form)))
-
-
-@needs_kernels
-def test_autocast(undecoded):
-    W = weight("nf4 nested", n=45, dtype=FP32)
-    x, (A, B, m) = x_of(MANY, dtype=FP32), adapter(W)
-    dense, c = formats.kind_of(W.kind).dequantize(W, 0, 45), dora_norm(W, A, B, s=S)
-    with torch.autocast(x.device.type, HALF):
-        ys = [dora_linear(x, w, A, B, m, s=S, norm=c) for w in (W, dense)]
-    assert torch.equal(*ys) and ys[0].dtype == HALF
-    (got, want) = (torch.autograd.grad(y.float().square().sum(), [x, A, B, m]) for y in ys)
-    assert all(rel_l2(a, b) < EPS for a, b in zip(got, want, strict=True))  # of g W where a dense weight's are of g dy
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""tests/test_transforms.py on the kernels, in float32: gradients, also of each token, banks of adapters, compiled, under autocast."""
+"""tests/test_transforms.py on the kernels, in float32: gradients, also of each token, banks of adapters, compiled."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fdora import _dispatch
 from tests import device  # noqa: F401 (read by the mark)
 from tests import test_transforms as of
 from tests.close import rel_l2
-from tests.triton.marks import HALF, INTERPRETED, needs_kernels
+from tests.triton.marks import INTERPRETED, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -38,9 +38,3 @@ CASES = {
 @pytest.mark.parametrize(("check", "name"), [(check, name) for check, names in CASES.items() for name in names])
 def test_as_the_plain_call(check, name):
     check(name)
-
-
-@pytest.mark.parametrize("base", [torch.float32, None])
-@pytest.mark.parametrize("dtype", HALF)
-def test_autocast(dtype, base):
-    of.test_autocast(dtype, base)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs Triton; `make test` installs it")
 
@@ -17,7 +18,7 @@ from tests import device
 from tests.cases import MULTIPLIED, run_case, usual
 from tests.triton.marks import INTERPRETED, needs_kernels  # noqa: F401 (read by the mark)
 from tests.triton.test_mutations import caught_by, swap
-from tests.triton.written import kernels
+from tests.triton.written import HOPPER, kernels
 
 pytestmark = needs_kernels
 TALL = GemmConfig(True, 64, 64, 64, 8, False, False, 4, 3)
@@ -76,6 +77,10 @@ OF_CODES = {
 CODES_IN_PARTS = {"small.small_codes_config": lambda *_: CodesConfig(64, 64, 1, 2, 2, 2)}
 FEW_OF_CODES = HALF | {"tokens": 13, "codes": True, "ranks": (16, 40, 70, 400), "whole": 128, "largest": 256}
 FEW_OF_CODES |= {"dropout": False, "kinds": MULTIPLIED}
+OF_HALF = {"norm_bwd.SERVED": (torch.float16,)}  # it needs a scale where gradients are small: these are not
+FOUR = {"runtime.walk.device_of": lambda _: HOPPER._replace(num_sms=4)}  # both products in one launch
+FULL = {"full": True, "tokens": 16}
+AUTOCAST = {"autocast": "fp16", "dtypes": ["fp32"], "kinds": MULTIPLIED}
 BANK = {"tokens": 130, "kinds": MULTIPLIED[:-1]}  # dm of a bank where m is 0 is that of the decoded W
 WAYS = {
     "product after": By("group", "rest_kernel", product_by("after"), {"tokens": 97}),
@@ -119,6 +124,19 @@ WAYS = {
     "dx of experts of codes": By("experts", "turn_kernel", {}, OF_CODES["of experts"] | {"whole": 128}, True, 1),
     "few tokens of codes": By("group", "small_codes_kernel", {}, FEW_OF_CODES, count=3),
     "few tokens of codes in parts": By("group", "add_parts_kernel", CODES_IN_PARTS, FEW_OF_CODES, count=5),
+    "full DoRA": By("linear", "norm_pass_kernel", OF_HALF, FULL | HALF | {"largest": 150}),
+    "full DoRA, large ranks": By("norm", "norm_terms_kernel", OF_HALF, FULL | HALF | {"ranks": (40, 80), "largest": 300}),
+    "full DoRA at once": By(
+        "linear", "norm_products_kernel", OF_HALF | FOUR, FULL | WHOLE | {"ranks": (136,), "largest": 200}, True, 4
+    ),
+    "full DoRA by tma, apart": By(
+        "group", "norm_tokens_kernel", OF_HALF, FULL | WHOLE | {"ranks": (136,), "largest": 200}, True, 3
+    ),
+    "autocast": By("group", "copy_kernel", {}, AUTOCAST),
+    "autocast of few tokens": By("linear", "small_kernel", {}, AUTOCAST | {"tokens": 8}),
+    "autocast of codes": By("linear", "dequantize_kernel", {}, AUTOCAST | {"tokens": 70, "codes": True}, count=4),
+    "autocast of a bank": By("multi", "multi_table_kernel", {}, AUTOCAST | {"tokens": 130}, count=3),
+    "autocast of experts": By("experts_mlp", "multi_gemm_pointer_kernel", {}, AUTOCAST | {"tokens": 40}, count=2),
     "copies of few rows": By("group", "copy_kernel", {"copy.MOST_ROWS": 3}, {"largest": 80}),
 }
 
@@ -216,6 +234,11 @@ FAULTS = [
     ),
     ("codes by pointers", "s = _scale_of(tl.max(largest, axis=0))", "s = _scale_of(tl.max(largest, axis=0) * 1.03)"),
     ("codes by tma", "v *= vector(by, k, K)", "v *= 1.0"),
+    ("full DoRA", "total += s * tl.dot(g.to(f.dtype)", "total += tl.dot(g.to(f.dtype)"),
+    ("full DoRA", "total += tl.load(onto + at, mask=mask, other=0.0).to(tl.float32)", "total += 0.0"),
+    ("full DoRA, large ranks", "total = loaded(parts, i, j, P, Q) + scale * acc", "total = loaded(parts, i, j, P, Q)"),
+    ("full DoRA at once", "put(s * total, out, at, size)", "put(total, out, at, size)"),
+    ("full DoRA at once", "put(q, out, n, N)", "put(q / s, out, n, N)"),
     ("codes by tma", "at_w + after // BK, t, t < M)", "at_w, t, t < M)"),
     ("banks of codes by tma", 'scale if form.scale == "tensor" else None, 1, ALL)', "None, 1, ALL)"),
     ("experts of codes", "_unit(w_scale, (down + n) // BN, n < N, EMPTY)", "_unit(w_scale, n // BN, n < N, EMPTY)"),
