@@ -163,9 +163,9 @@ def test_dense_alone(name, target, tmp_path):
 def test_dense_times_g(name, target, tmp_path):
     """That of backward, and the pass over rows without a magnitude, which ends at once where there are none."""
     coded = Coded((1024, 4096), (FORMS | INTS)[name])
-    lost, columns = launches(plan_dense_by_g(likes_of_codes(coded), device(target), coded, BF16))
-    assert lost.kernel.fn.__name__.startswith("lost") and lost.grid < columns.grid
-    for step in (lost, columns):
+    lost, of_three, columns = launches(plan_dense_by_g(likes_of_codes(coded), device(target), coded, BF16))
+    assert {each.kernel.fn.__name__ for each in (lost, of_three)} == {"lost_kernel"} and lost.grid < columns.grid
+    for step in (lost, of_three, columns):
         assert_fits(build(step, target), target, tmp_path)
     assert set(re.findall(r"st\.global\S*", build(columns, target).asm["ptx"])) == {"st.global.v4.b32"}
 

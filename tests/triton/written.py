@@ -316,15 +316,18 @@ def plan_dense(likes, device, coded, dense):
 
 
 def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
-    """As backward decodes: some columns of W times g; and what it asks of rows without a magnitude."""
+    """As backward decodes: some columns of W times g; and what it asks of rows without a magnitude, of one adapter and of three."""
     from fdora.triton.codes import packed
     from fdora.triton.dequantize import G, decode, redo_lost
 
     plan, (N, K) = Builder("g W", device), coded.shape
     dy, x, h, B = (plan.matrix(alike(*shape, dtype=dense)) for shape in ((M, N), (M, K), (M, r), (N, r)))
-    g = G(*(plan.vector(alike(N, dtype=FP32)) for _ in range(2)))
+    g, of_three = (G(*(plan.flat(alike(*shape, dtype=FP32)) for _ in range(2))) for shape in ((N,), (3, N)))
+    stack, ends = plan.stack(alike(3, N, r, dtype=dense)), plan.vector(alike(3, dtype=torch.int32))
     W, half = packed(plan, likes, coded), K // 2
     redo_lost(plan, W, dy, x, h, B, g, plan.result("dm", (N,), FP32), plan.result("dc", (N,), FP32))
+    grads = (plan.result(name, (3, N), FP32) for name in ("dm_three", "dc_three"))
+    redo_lost(plan, W, dy, x, h, stack, of_three, *grads, ends)
     decode(plan, W, plan.result("W", (N, half), dense), g, half)
     return plan.plan()
 

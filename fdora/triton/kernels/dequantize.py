@@ -125,7 +125,7 @@ def lost_kernel(
     of_a, first = tl.cast(a, tl.int64), tl.cast(lo, tl.int64)
     dy, x = Matrix(dy + first * stride_dy, stride_dy, None), Matrix(x + first * stride_xm, stride_xm, stride_xk)
     n, in_n = _rows(tl.program_id(0), N, BLOCK_N)
-    m, c, at = m + of_a * N, c + of_a * N, of_a * N + n
+    m, c = m + of_a * N, c + of_a * N
     g = g_tile(m, c, n, N)
     lost = (tl.abs(g) < tiny) & in_n
     if tl.max(lost.to(tl.int32), axis=0) > 0:
@@ -134,4 +134,4 @@ def lost_kernel(
         for first_k in range(0, K, BLOCK_K):
             w, k = DECODE(W, n + of_a * apart, in_n, first_k, K, K, HOW, T), first_k + tl.arange(0, BLOCK_K)
             dg += tl.sum(over_few(dy, x, n, k, N, hi - lo, K) * w, axis=1)
-        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, at, lost)
+        store_gradients(dg, g, tl.load(c + n, mask=in_n, other=1.0), dm, dc, of_a * N + n, lost)
