@@ -142,6 +142,14 @@ def test_the_same_mlp(M, p, kind, by):
 
 
 @needs_kernels
+def test_the_same_mlp_of_some_tokens(by):
+    """Enough for a product of codes in forward, and few in backward."""
+    mlp, leaves = members((256, 304), (256, 304), (304, 256), dtype=HALF)
+    x = x_of(40, K=304, dtype=HALF)
+    assert_same(partial(dora_mlp, x, *mlp), [x, *leaves], CODES, {"compute": "fp8"} if by == "tma" else {}, 1e-2)
+
+
+@needs_kernels
 @pytest.mark.parametrize("M", [3, 130])
 def test_the_same_mlps_of_experts(M, by):
     x, (up, first), (down, second) = (
