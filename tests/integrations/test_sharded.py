@@ -46,7 +46,7 @@ def run(names, *packages):
 @pytest.fixture(scope="module")
 def found(request):
     """Of the cases that were asked for."""
-    return run([item.callspec.params["name"] for item in request.session.items if item.originalname == "test_case"])
+    return run([item.callspec.params["name"] for item in request.session.items if item.function is test_case])
 
 
 def trains(mine):
