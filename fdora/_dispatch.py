@@ -68,15 +68,15 @@ def choose(
         if wish not in available:
             raise FdoraError(
                 f"fdora.select_backend: `backend` must be one of {', '.join(available)} here, got {wish!r} "
-                f"(from {origin}). {obstacle[:1].upper()}{obstacle[1:]}{'. ' if obstacle else ''}Pass backend='auto'."
+                f"(from {origin}). {obstacle[:1].upper()}{obstacle[1:]}{'. ' if obstacle else ''}Ask for 'auto' there."
             )
         if wish == "triton" and device != "cuda" and not INTERPRETED:
             raise FdoraError(
                 f"fdora.select_backend: `backend` must be eager for tensors on {device}, got 'triton' (from {origin}). "
-                "Move them to a GPU, or pass backend='auto'."
+                "Move them to a GPU, or ask for 'auto' there."
             )
         if wish == "triton" and dtype not in TRITON_DTYPES:
-            remedy = "The kernels compute in float32: cast the tensors, or pass backend='auto'."
+            remedy = "The kernels compute in float32: cast the tensors, or ask for 'auto' there."
             raise fail("select_backend", "backend", f"eager for {dtype} tensors", f"'triton' (from {origin})", remedy)
         return BackendChoice(wish, f"asked for by {origin}")
     if device != "cuda":

@@ -213,10 +213,10 @@ MESSAGES = [
     (lambda: F.dora_norm_tree_state(None), "fdora.dora_norm_tree_state: `weights` must be a nesting with (N, K) weights at its leaves, got None. Pass, for example, a dict of them."),
     # backends
     (lambda: linear(backend="cuda"), "fdora.backend: `backend` must be one of auto, eager, triton, got 'cuda'. Use 'auto' unless you compare backends."),
-    (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Pass backend='auto'."),
-    (lambda: choose("cpu", torch.float32, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for tensors on cpu, got 'triton' (from fdora.backend or FDORA_BACKEND). Move them to a GPU, or pass backend='auto'."),
-    (lambda: choose("cuda", torch.float64, "triton", "auto", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from the backend= argument). The kernels compute in float32: cast the tensors, or pass backend='auto'."),
-    (lambda: choose("cuda", torch.float64, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from fdora.backend or FDORA_BACKEND). The kernels compute in float32: cast the tensors, or pass backend='auto'."),
+    (lambda: choose("cuda", torch.float32, "triton", "auto", ("eager",), "this or that"), "fdora.select_backend: `backend` must be one of eager here, got 'triton' (from the backend= argument). This or that. Ask for 'auto' there."),
+    (lambda: choose("cpu", torch.float32, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for tensors on cpu, got 'triton' (from fdora.backend or FDORA_BACKEND). Move them to a GPU, or ask for 'auto' there."),
+    (lambda: choose("cuda", torch.float64, "triton", "auto", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from the backend= argument). The kernels compute in float32: cast the tensors, or ask for 'auto' there."),
+    (lambda: choose("cuda", torch.float64, "auto", "triton", ("eager", "triton")), "fdora.select_backend: `backend` must be eager for torch.float64 tensors, got 'triton' (from fdora.backend or FDORA_BACKEND). The kernels compute in float32: cast the tensors, or ask for 'auto' there."),
     (lambda: fdora.backend("fast").__enter__(), "fdora.backend: `name` must be one of auto, eager, triton, got 'fast'. Use 'auto' unless you compare backends."),
     (lambda: F.select_backend("cpu"), "fdora.select_backend: `dtype` must be a torch.dtype when `x` is a device, got None. Pass dtype=."),
 ]

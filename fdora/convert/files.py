@@ -127,7 +127,7 @@ def write(
     A folder that holds anything is refused unless ``overwrite`` is given. Then a new folder takes its place, with these tensors
     and config and all other files of the old one, which is moved to ``<path>.fdora-old`` and removed last. A kill leaves the
     old folder or the new one: if it came between the two moves, :func:`read` reads ``<path>.fdora-old``, and the next
-    ``write`` moves it back first.
+    ``write`` moves it back first. Processes that write at once take turns, where the file system has locks.
 
     Raises:
       FdoraError: the dialect cannot hold the adapters, the folder is not empty, or the place cannot be written.
@@ -142,14 +142,13 @@ def write(
     state, config = _folders(dialect)[0](adapters)
     text = json.dumps(config, indent=2) + "\n"
     with writable(Path(path)):
-        folder = Path(path).resolve()  # where a link leads: the link stays
-        old = _old(folder)
+        folder = _real(path)
         make_folder(folder.parent)
+    old, own = _old(folder), (TENSORS, CONFIG)
+    with _aside(folder) as aside:
         if old.exists():  # of a process that was killed
             shutil.rmtree(old) if _holds(folder) else os.rename(old, folder)
-    holds = check_folder(folder, overwrite)
-    own = (TENSORS, CONFIG)
-    with _aside(folder) as aside:
+        holds = check_folder(folder, overwrite)
         new = aside / "new"
         new.mkdir()
         if holds:
@@ -232,6 +231,8 @@ def _save(file: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | No
 
 def write_file(path: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
     """One file, with ``about`` in its metadata, in the place of the one that is there."""
+    with writable(path):
+        path = _real(path)
     with _aside(path) as aside:
         _save(aside / path.name, state, about)
         _sync(aside / path.name)
@@ -243,9 +244,10 @@ def write_file(path: Path, state: Mapping[str, Tensor], about: Mapping[str, str]
 
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
-    """An empty folder beside ``target`` for what will take its place. What a killed process left of it is removed."""
+    """An empty folder beside ``target`` for what will take its place. What a killed process left of it is removed: another one
+    that writes there waits."""
     prefix = f".{target.name}.fdora-"
-    with writable(target):
+    with writable(target), _alone(target.parent):
         for left in target.parent.iterdir():
             if left.name.startswith(prefix):
                 shutil.rmtree(left)
@@ -254,12 +256,35 @@ def _aside(target: Path) -> Iterator[Path]:
             yield Path(aside)
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(at, "LOCK_EX")
+        yield
+    finally:
+        _lock(at, "LOCK_UN")  # a process that was forked meanwhile has it, too
+        os.close(at)
+
+
+def _lock(at: int, how: str) -> None:
+    with suppress(ImportError, OSError):  # Windows has no locks, some network file systems none of folders
+        import fcntl
+
+        fcntl.flock(at, getattr(fcntl, how))
+
+
+def _real(path: str | Path) -> Path:
+    """Where a link leads: the link stays."""
+    return Path(os.path.realpath(path))  # resolve() takes a loop for a defect of the program
+
+
 def _holds(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
 def _old(folder: Path) -> Path:
-    return folder.resolve().with_name(folder.resolve().name + OLD)
+    return Path(f"{_real(folder)}{OLD}")
 
 
 def _sync(path: Path) -> None:

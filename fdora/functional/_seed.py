@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fdora._check import check_dtype, check_shapes, fail
+from fdora._check import check_dtype, check_shapes, fail, is_int
 
 
 def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Tensor:
@@ -17,7 +17,7 @@ def seed_tensor(fn: str, seed: int | Tensor | None, device: torch.device) -> Ten
     if isinstance(seed, Tensor):
         check_shapes(fn, {"seed": ""}, {"seed": seed})
         return checked(fn, seed, device)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    if isinstance(seed, bool) or not (is_int(seed) or hasattr(seed, "__index__")):  # which Dynamo does not ask a symbol
         want = "an int or an int64 tensor without axes"
         raise fail(fn, "seed", want, f"a {type(seed).__name__}", "Pass a whole number: it alone decides the mask.")
     if not 0 <= seed < 2**63:

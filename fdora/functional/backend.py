@@ -80,4 +80,4 @@ def _choose(device: torch.device, dtype: torch.dtype, requested: str, forced: st
     if requested == RECORDED:
         return BackendChoice("triton", "it is recorded")
     available = ("eager",) if NO_KERNELS else ("eager", "triton")
-    return choose(device.type, dtype, requested, forced, available, obstacle(device) if device.type == "cuda" else "")
+    return choose(device.type, dtype, requested, forced, available, obstacle(device) if device.type == "cuda" else NO_KERNELS)

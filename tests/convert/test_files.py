@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fdora import FdoraError
-from fdora.convert import Weights, combine, kohya_names, merge, read, to_kohya, write, write_scales
+from fdora.convert import Weights, combine, files, kohya_names, merge, read, to_kohya, write, write_scales
 from fdora.convert.__main__ import main
 from tests.convert.make import columns, layer, merged, missed, target
 from tests.convert.test_keys import adapters, same, shapes
@@ -238,6 +238,42 @@ def test_other_files_stay(model):
         with pytest.raises(FdoraError, match="`path` must be a place that can be written"):
             write(place, first, "kohya", names=kohya_names(first))
     assert (folder / "second" / "README.md").read_text() == "mine" and len(list((folder / "second").iterdir())) == 6
+
+
+def test_who_writes_beside_another_waits(model, monkeypatch):
+    """Else it takes the other's unfinished files for those that a killed process left."""
+    fcntl = pytest.importorskip("fcntl")
+    folder, W, first, _ = model
+    found, sync = [], files._sync
+
+    def taken():
+        at = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(at, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(at)
+        return False
+
+    monkeypatch.setattr(files, "_sync", lambda at: found.append(taken()) or sync(at))
+    write(folder / "second", first, overwrite=True)
+    write_scales(folder / "g", W, first)
+    assert all(found) and len(found) > 4 and not taken()
+
+
+def test_links_stay(model):
+    folder, W, first, _ = model
+    (folder / "latest").symlink_to("second")
+    (folder / "g").symlink_to("first.g")
+    write(folder / "latest", first, overwrite=True)
+    write_scales(folder / "g", W, first)
+    same(read(folder / "second"), first)
+    assert (folder / "latest").is_symlink() and (folder / "g").is_symlink() and load_file(folder / "first.g")
+    (folder / "loop").symlink_to("loop")
+    for call in (lambda: write(folder / "loop", first), lambda: read(folder / "loop")):
+        with pytest.raises(FdoraError, match="`path` must be"):
+            call()
 
 
 def test_bad_files_are_told_in_a_sentence(model, capsys):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fdora
+from fdora import FdoraError
 from fdora._dispatch import choose
 from fdora.autograd import _ops
 from fdora.functional import dora_linear, dora_norm, select_backend
@@ -39,6 +40,12 @@ def test_public_call():
     x = torch.randn(2)
     assert select_backend(x).name == "eager" and select_backend(x).reason
     assert select_backend("cpu", torch.float32) == select_backend(x)
+
+
+def test_who_asks_for_kernels_hears_why_there_are_none(monkeypatch):
+    monkeypatch.setattr(module, "NO_KERNELS", "Triton is not installed")
+    with pytest.raises(FdoraError, match="Triton is not installed"):
+        select_backend("cpu", torch.float32, backend="triton")
 
 
 def test_context_nests_and_restores():
