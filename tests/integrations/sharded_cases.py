@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdora.eager import norm as arithmetic
-from fdora.functional import _sharded_rows
+from fdora.functional import _sharded_tree
 from fdora.integrations import _norm
 from fdora.integrations.peft import enabled, report, use_fdora
 from tests.distributed.world import run as run_cases
@@ -280,7 +280,7 @@ def on_shards(wrap, truth, mesh):
     with counted(arithmetic, "_direct", lambda W, *_: W.shape[0]) as rows:  # after a step of the optimizer
         logits_of(run, truth.rank)
     # Not by a mode that counts operations: under one there are none, for values of now are not for it.
-    with counted(_sharded_rows, "all_gathered") as gathers:
+    with counted(_sharded_tree, "all_gathered") as gathers:
         loss_of(run, batches()[0, 0, truth.rank]).backward()
     found |= {"rows": rows[0], "gathers": gathers[0]} | changed(run, truth)
     with torch.no_grad():
