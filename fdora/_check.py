@@ -89,7 +89,7 @@ def check_shapes(
             continue
         if not (isinstance(t, Weight) and (arg == "W" or arg.endswith(".W"))):
             check_tensor(fn, arg, t)
-        if type(t).__name__ == "DTensor":
+        if is_sharded(t):
             raise fail(fn, arg, "a plain tensor", "a DTensor", "Call .full_tensor() on it, or .to_local() on a replica.")
         axes = axes_text.split()
         ragged = axes[:1] == ["..."]

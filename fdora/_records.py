@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,11 @@ def drowned() -> float:
     Derivation: fdora/eager/linear.py. A function, as eps is.
     """
     return 2.0
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: float32 for half precision and float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 DropoutMode = Literal["lora", "peft"]
@@ -142,9 +148,9 @@ class Bank(NamedTuple):
     ids: Tensor | None  # (M,) int64 or int32: the adapter of each token, out of 0 to G - 1 for none; see Backend.any_order
     seed: Tensor | None  # (G,) int64, None for no dropout; masks count tokens from the start of a segment. (2 G,) with ratios
     ranks: tuple[int, ...] | None  # rows of A and columns of B from here on are not read, their gradients are 0; None: r
-    p: float = 0.0  # of dropout
-    experts: bool = False  # beside a QuantWeight: it is (G N, K), a W for each
-    mode: DropoutMode = "lora"  # of dropout; "peft" only beside seed and m
+    p: float  # of dropout
+    experts: bool  # beside a QuantWeight: it is (G N, K), a W for each
+    mode: DropoutMode  # of dropout; "peft" only beside seed and m
 
 
 class BankNeeds(NamedTuple):
@@ -165,7 +171,7 @@ class Lookup(NamedTuple):
     per_row: bool  # m and c of each row of the table, not of each column
     padding_idx: int | None
     max_norm: float | None
-    sparse: bool = False  # the gradients of what has a value for each row of the table
+    sparse: bool  # the gradients of what has a value for each row of the table
 
 
 class Conv(NamedTuple):

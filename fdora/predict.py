@@ -72,16 +72,16 @@ def operations(
     M: int, N: int, K: int, r: int, method: Method, fused_norm: bool
 ) -> tuple[str, Sequence[Op], Sequence[Op], int, int]:
     """The formulas at the head of this file: path, forward, backward, elements that are kept beside the output, and its own."""
-    base, h, lora = product(M, N, K), product(M, r, K), product(M, N, r)
+    base, h, lora, kept = product(M, N, K), product(M, r, K), product(M, N, r), M * K + M * r
     dh, dA, dB = lora, h, lora  # the same sizes, other roles
     stock_backward: list[Op] = [dh, dA, dB, h, base, (0, 3 * M * K)]
     if method == "lora":
         forward = [base, h, lora, (0, 2 * M * N), (0, 3 * M * N)]
-        return "PEFT", forward, [(0, 2 * M * N), *stock_backward], M * K + M * r, 0
+        return "PEFT", forward, [(0, 2 * M * N), *stock_backward], kept, 0
     if method == "peft_dora":
         passes = [(0, n * N * K) for n in (2, 3, 1)]
         forward = [base, h, lora, (0, K * K), product(K, K, r), product(K, N, r), *passes, (0, 12 * M * N)]
-        return "PEFT", forward, [(0, 17 * M * N), *stock_backward], M * K + M * r + 2 * M * N, 0
+        return "PEFT", forward, [(0, 17 * M * N), *stock_backward], kept + 2 * M * N, 0
     norm = product(N, K, r)
     if M <= FEW:
         path = "few tokens: one pass over W"
@@ -92,7 +92,7 @@ def operations(
         forward = [norm, h, (base[0] + lora[0], base[1] + M * r + N * r)]
     scaled = 2 * M * N + min(M * N, 2 * N * K)
     scale = [(dB[0], scaled + M * r + N * r)] if r <= FUSE_DB else [(0, scaled), dB]
-    return path, forward, [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)], M * K + M * r, M * N
+    return path, forward, [*scale, dh, dA, (base[0] + h[0], base[1] + M * r + r * K)], kept, M * N
 
 
 def predict(M: int, N: int, K: int, r: int, *, gpu: str = "h200", method: Method = "fdora", itemsize: int = 2) -> Prediction:

@@ -350,7 +350,7 @@ LONG_FUNCTIONS = {  # by the name of its file, wherever that stands
 }
 MANY_PARAMETERS = {  # public ones, whose options are keywords
     *("conv.py:dora_conv1d", "conv.py:dora_conv2d", "conv.py:dora_conv3d"),
-    *("experts.py:dora_experts", "linear.py:dora_linear", "mlp.py:dora_mlp", "multi.py:dora_linear_multi"),
+    *("experts.py:dora_experts", "linear.py:dora_linear", "group.py:dora_mlp", "multi.py:dora_linear_multi"),
 }
 SHORT_FILES = {  # autograd/conv.py: a word has a file in every layer
     *("autograd/conv.py", "eager/tree.py"),

@@ -211,7 +211,7 @@ FAULTS = [
     ("multi", "through = cast(through_base(rest, bank.W), x.dtype) if fp8", "through = cast(rest @ bank.W.dequantize(rest.dtype), x.dtype) if fp8", EIGHT),
     ("dropout", "x * (1 / (1 - p))", "x", DROPOUT),
     ("dropout", "int(p * 2**32)", "int((1 - p) * 2**32)", DROPOUT),
-    ("dropout", "torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)", "keep_mask(x.shape[0], x.shape[1], seed, p, rows) * x * (1 / (1 - p))", DROPOUT),
+    ("dropout", "torch.where(kept, x * (1 / (1 - p)), 0)", "kept * x * (1 / (1 - p))", DROPOUT),
     ("dropout", "((t + 1) & _MASK) ^ key", "((t // 2 + 1) & _MASK) ^ key", DROPOUT),
     ("dropout", "_mix((seed >> 32) & _MASK)", "0", DROPOUT),
     ("dropout", "t, k = t + t0, k + k0", "t, k = t + t0, k", DROPOUT),

@@ -11,10 +11,9 @@ from fdora._torch import apply
 from fdora.autograd._ops import OPS, autocast_off, gradients_of
 
 
-def gated_act(gate: Tensor, up: Tensor, act: str, backend: str) -> Tensor:
-    """(..., F), (..., F) -> (..., F) in their dtype."""
-    a: Tensor = apply(GatedAct, gate, up, act, backend)
-    return a
+def gated_act(*args: Any) -> Tensor:
+    """(..., F), (..., F) -> (..., F) in their dtype; the arguments of GatedAct.forward."""
+    return apply(GatedAct, *args)
 
 
 class GatedAct(torch.autograd.Function):

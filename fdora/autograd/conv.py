@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdora._records import Conv, NormOf
+from fdora._records import Conv, NormOf, acc_dtype
 from fdora.autograd.compose import compose
 from fdora.autograd.norm import row_norm, scale
 from fdora.eager.conv import halves as halves
@@ -23,7 +23,7 @@ def conv(
 
 def composed(base: Tensor, lora: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The halves as compose takes them, and g."""
-    g = scale(m, c.to(torch.promote_types(base.dtype, torch.float32)))
+    g = scale(m, c.to(acc_dtype(base.dtype)))
     flat = planes(base)
     return flat, lora.movedim(1, -1).flatten(0, -2) if flat.dim() == 2 else lora.flatten(2), g
 

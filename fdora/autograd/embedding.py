@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import Lookup, Needs
+from fdora._records import Needs
 from fdora._torch import apply, no_graph
 from fdora.autograd._ops import OPS, autocast_off, gradients_of
 
 
-def embedding(ids: Tensor, W: Tensor, A: Tensor, B: Tensor, m: Tensor, c: Tensor | None, how: Lookup, backend: str) -> Tensor:
-    if no_graph():
-        with autocast_off(W):
-            return OPS[backend].embedding_fwd(ids, W, A, B, m, c, how)
-    return apply(Embedding, ids, W, A, B, m, c, how, backend)
+def embedding(*args: Any) -> Tensor:
+    """y; the arguments of Embedding.forward."""
+    return Embedding.forward(*args) if no_graph() else apply(Embedding, *args)
 
 
 class Embedding(torch.autograd.Function):

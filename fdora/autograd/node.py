@@ -27,7 +27,7 @@ from fdora._records import (
     Saved,
     SavedMlp,
 )
-from fdora._torch import apply, eager_apply, functorch_active, no_graph, values_only
+from fdora._torch import apply, eager_apply, is_traced, no_graph, values_only
 from fdora.autograd._ops import (
     OPS,
     autocast_off,
@@ -69,6 +69,11 @@ class Call(NamedTuple):
     """The plan of all calls like one; :func:`bound` fills it in."""
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """How many outputs, and parts."""
+        return (len(self.options), 1) if self.act is None else (1, ALL_MLP)
+
+    @property
     def name(self) -> str:
         single = "dora_linear" if len(self.options) == 1 else "dora_linear_group"
         return single if self.act is None else "dora_mlp"
@@ -90,7 +95,7 @@ def layers(x: Tensor, operands: Sequence[Operands], call: Call, residual: Tensor
     call = call if specs is None else filled(call, specs, None)
     added = () if residual is None else (residual,)
     found: Any = apply(Layers, call, x, *flat_of(operands, specs), *added)
-    return found[:1] if call.act is not None else found[: len(operands)]
+    return found[: call.counts[0]]
 
 
 def bound(tensors: tuple[Tensor | None, ...], call: Call, autocast: bool = False) -> Call:
@@ -230,9 +235,7 @@ class Layers(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call = ctx.call = inputs[0]
         flat = list(inputs[2:-1] if call.residual else inputs[2:])  # Dynamo of torch 2.11 wants a list
-        n, count, width = len(call.options), len(call.options), 1
-        if call.act is not None:
-            count, width = 1, ALL_MLP
+        n, (count, width) = len(call.options), call.counts
         rest = output[count:]
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)  # else torch fills zeros for the parts on every backward
@@ -240,7 +243,7 @@ class Layers(torch.autograd.Function):
         norms = rest[len(rest) - len(inside) :]
         for at, c in zip(inside, norms, strict=True):
             flat[at] = c
-        if torch.compiler.is_compiling() or functorch_active():
+        if is_traced():
             ctx.own = ctx.versions = []
         else:
             flat = [*to_save(ctx, flat, n, call.specs)]
@@ -248,10 +251,7 @@ class Layers(torch.autograd.Function):
         before = rest[width : len(rest) - len(inside)]
         ctx.pre_scale = tuple([t.dim() == 2 for t in before]) if before else (False,) * n
         ys = [None] * (n - count) + list(output[:count])  # of an MLP down's alone
-        if call.act is None:
-            kept = [None if o.save == "nothing" else y for o, y in zip(call.options, ys, strict=True)]
-        else:
-            kept = [None, None, None if call.options[2].save == "nothing" else ys[2]]
+        kept = [None if o.save == "nothing" else y for o, y in zip(call.options, ys, strict=True)]
         if before:
             each = zip(before, ctx.pre_scale, kept, strict=True)
             kept = [v if has else y for v, has, y in each]
@@ -259,42 +259,37 @@ class Layers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
-        return backward(ctx, *dys)
-
-
-def backward(ctx: Any, *dys: Tensor | None) -> Any:
-    call, n = ctx.call, len(ctx.pre_scale)
-    count, width = (n, 1) if call.act is None else (1, ALL_MLP)
-    dys = dys[:count]
-    if all([dy is None for dy in dys]):
-        return (None,) * len(ctx.needs_input_grad)
-    rest = reread(ctx, call.name)  # once: checkpoint forms them again when they are asked for
-    parts, kept, x = tuple(rest[:width]), tuple(rest[width : width + n]), rest[width + n]
-    flat = all_of(ctx, rest[width + n + 1 :])
-    flags = ctx.needs_input_grad[2:]
-    need_x = ctx.needs_input_grad[1]
-    needs = [Needs(*flags[i + 1 : i + 6]) for i in range(0, n * WIDTH, WIDTH)]
-    saved = parts, kept, ctx.pre_scale
-    if no_graph() and not autocast_on(x):
-        dx, grads = gradients(call, dys, x, flat, saved, need_x, needs)
-    else:
-        if call.act is None:
-            needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
-        asked = (need_x, *(need for each in needs for need in each))
-        found = gradients_of(call.name, asked, _flat_gradients, x, call, ctx.pre_scale, asked, *dys, *parts, *kept, *flat)
-        dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
-    d_residual = () if not call.residual else (dys[0] if flags[-1] else None,)
-    #               W     A B m c bias  seed; autograd casts that of bias
-    of_layers = [d for each in grads for d in (None, *each, None)]
-    stored = [None] * (len(flat) - len(of_layers))
-    #      call
-    return None, dx, *of_layers, *stored, *d_residual
+        call, n = ctx.call, len(ctx.pre_scale)
+        count, width = call.counts
+        dys = dys[:count]
+        if all([dy is None for dy in dys]):
+            return (None,) * len(ctx.needs_input_grad)
+        rest = reread(ctx, call.name)  # once: checkpoint forms them again when they are asked for
+        parts, kept, x = tuple(rest[:width]), tuple(rest[width : width + n]), rest[width + n]
+        flat = all_of(ctx, rest[width + n + 1 :])
+        flags = ctx.needs_input_grad[2:]
+        need_x = ctx.needs_input_grad[1]
+        needs = [Needs(*flags[i + 1 : i + 6]) for i in range(0, n * WIDTH, WIDTH)]
+        saved = parts, kept, ctx.pre_scale
+        if no_graph() and not autocast_on(x):
+            dx, grads = gradients(call, dys, x, flat, saved, need_x, needs)
+        else:
+            if call.act is None:
+                needs = [NO_NEEDS if dy is None else each for dy, each in zip(dys, needs, strict=True)]
+            asked = (need_x, *(need for each in needs for need in each))
+            found = gradients_of(call.name, asked, _flat_gradients, x, call, ctx.pre_scale, asked, *dys, *parts, *kept, *flat)
+            dx, grads = found[0], [Grads(*found[i : i + 5]) for i in range(1, len(found), 5)]
+        d_residual = () if not call.residual else (dys[0] if flags[-1] else None,)
+        #               W     A B m c bias  seed; autograd casts that of bias
+        of_layers = [d for each in grads for d in (None, *each, None)]
+        stored = [None] * (len(flat) - len(of_layers))
+        #      call
+        return None, dx, *of_layers, *stored, *d_residual
 
 
 def _flat_gradients(x: Tensor, call: Call, pre_scale: tuple[bool, ...], flags: tuple[bool, ...], *rest: Any) -> Any:
     """:func:`gradients` of tensors, and as tensors, one behind the other."""
-    n = len(pre_scale)
-    count, width = (n, 1) if call.act is None else (1, ALL_MLP)
+    n, (count, width) = len(pre_scale), call.counts
     dys, parts = rest[:count], rest[count : count + width]
     kept = rest[count + width : count + width + n]
     needs = [Needs(*flags[i : i + 5]) for i in range(1, len(flags), 5)]

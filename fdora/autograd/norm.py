@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdora._records import NormOf, Onto
+from fdora._records import NormOf
 from fdora._torch import all_reduce_sum, apply, detached, has_tangents
 from fdora.autograd import quant
 from fdora.autograd._ops import OPS, autocast_off, gradients_of
@@ -37,12 +37,10 @@ def with_gradient(c: Tensor, W: Tensor, A: Tensor, B: Tensor, s: float, backend:
     return apply(Norm, W, A, B, s, None, None, c.detach(), (), False, backend)
 
 
-def through_norm(
-    dc: Tensor, W: Tensor, A: Tensor, B: Tensor, c: Tensor, s: float, needs: tuple[bool, bool], onto: Onto, backend: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """dA and dB of c, added to ``onto``."""
-    given = dc, W, A, B, c, s, needs, onto
-    return OPS[backend].norm_bwd(*given) or OPS["eager"].norm_bwd(*given)
+def through_norm(*given: Any) -> tuple[Tensor | None, Tensor | None]:
+    """dA and dB of c; the arguments of norm_bwd, and the backend."""
+    *of, backend = given
+    return OPS[backend].norm_bwd(*of) or OPS["eager"].norm_bwd(*of)
 
 
 def row_sqnorm(of: NormOf, backend: str) -> Tensor:
@@ -150,7 +148,7 @@ class Norm(torch.autograd.Function):
         for group in ctx.groups:
             dc = all_reduce_sum(dc, group)
         needs = ctx.needs_input_grad[1:3]
-        rest = (*ctx.saved_tensors, ctx.s, needs, (None, None), ctx.backend)
+        rest = (*ctx.saved_tensors, ctx.s, needs, ctx.backend)
         dA, dB = gradients_of("dora_norm", needs, through_norm, dc, *rest)
         #      W     A   B   s     base  bytes c     groups sum  backend
         return None, dA, dB, None, None, None, None, None, None, None

@@ -49,8 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--overwrite": {"action": "store_true", "help": "replace the adapter in an existing folder"},
 }
 COMMANDS = {
-    "combine": ("weighted sum of adapters", ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite")),
-    "lora": ("the nearest plain LoRA", ("--r", "--max-error", "--of", "--to", "--prefix", "--component", "--overwrite")),
+    "combine": ("weighted sum of adapters", [*OPTIONS]),
+    "lora": ("the nearest plain LoRA", [*OPTIONS]),
     "scales": ("g of every layer, for a server", ("--of", "--prefix")),
     "keys": ("the same adapter in another format", ("--of", "--to", "--prefix", "--component", "--overwrite")),
 }

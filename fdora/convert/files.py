@@ -37,6 +37,7 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DIFFUSERS, METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 OLD = ".fdora-old"
 OVERWRITE = "Pass overwrite=True, or --overwrite to the command: other files in it stay."
+Texts = Mapping[str, str]
 
 
 class Weights(Mapping[str, Tensor]):
@@ -91,7 +92,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def read(
-    path: str | Path, dialect: Dialect = "peft", *, names: Mapping[str, str] | None = None, prefix: str | None = None
+    path: str | Path, dialect: Dialect = "peft", *, names: Texts | None = None, prefix: str | None = None
 ) -> dict[str, Adapter]:
     """``{module path: Adapter}`` of a folder (peft, torchtune), of a file (kohya, with ``names`` from :func:`kohya_names`), or
     of either (diffusers, with ``prefix`` for a component other than UNet and transformer, see :func:`from_diffusers`).
@@ -99,13 +100,13 @@ def read(
     Raises:
       FdoraError: a file is missing or damaged, or the adapter is refused: see :func:`from_peft` and its like.
     """
+    folder = file = Path(path)
     if dialect == "kohya":
-        return from_kohya(_tensors(Path(path)), _given(names))
+        return from_kohya(_tensors(file), _given(names))
     if dialect == "diffusers":
-        file = Path(path) / DIFFUSERS if Path(path).is_dir() else Path(path)
+        file = folder / DIFFUSERS if folder.is_dir() else file
         return from_diffusers(_tensors(file), _metadata(file), prefix=prefix)
     _, parse = _folders(dialect)
-    folder = Path(path)
     with readable("convert.read", folder):
         if not folder.exists() and _old(folder).exists():  # `write` was killed between its two renames
             folder = _old(folder)
@@ -117,7 +118,7 @@ def write(
     adapters: Mapping[str, Adapter],
     dialect: Dialect = "peft",
     *,
-    names: Mapping[str, str] | None = None,
+    names: Texts | None = None,
     prefix: str = "unet",
     overwrite: bool = False,
 ) -> None:
@@ -222,14 +223,14 @@ def _object(name: str, config: Any) -> dict[str, Any]:
     return config
 
 
-def _save(file: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+def _save(file: Path, state: Mapping[str, Tensor], about: Texts | None = None) -> None:
     from safetensors.torch import save_file
 
     own = {key: t.detach().to("cpu", copy=True).contiguous() for key, t in state.items()}  # safetensors takes no views
     save_file(own, file, metadata={"format": "pt", **(about or {})})
 
 
-def write_file(path: Path, state: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+def write_file(path: Path, state: Mapping[str, Tensor], about: Texts | None = None) -> None:
     """One file, with ``about`` in its metadata, in the place of the one that is there."""
     with writable(path):
         path = _real(path)
@@ -348,7 +349,7 @@ def writable(path: Path) -> Iterator[None]:
         raise fail("convert.write", "path", f"a place that can be written ({path})", error, remedy) from error
 
 
-def _given(names: Mapping[str, str] | None) -> Mapping[str, str]:
+def _given(names: Texts | None) -> Texts:
     if names is None:
         raise fail("convert", "names", "{path: name} for kohya", None, "Make it with kohya_names(paths).")
     return names

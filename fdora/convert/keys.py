@@ -37,6 +37,8 @@ from fdora.convert.adapter import Adapter
 from fdora.convert.config import check_config, number, scaling
 
 State = Mapping[str, Tensor]
+Adapters = Mapping[str, Adapter]  # by module path
+Saved = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and a config
 PEFT, PEFT_PARTS = "base_model.model.", {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}
 TUNE_PARTS = {"A": ".lora_a.weight", "B": ".lora_b.weight", "m": ".magnitude"}
 COMPONENTS = ("unet", "transformer")
@@ -72,7 +74,7 @@ def _from_peft(name: str, state: State, config: Mapping[str, Any], prefix: str) 
     return out
 
 
-def to_peft(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_peft(adapters: Adapters) -> Saved:
     """``(state, config)`` for PEFT; config is what LoraConfig needs, with a rank and alpha for each module that differs.
 
     Raises:
@@ -135,7 +137,7 @@ def from_diffusers(state: State, config: Mapping[str, Any] | None = None, *, pre
     return {path: p._replace(s=1.0) for path, p in _from_peft("from_diffusers", named, bare, head).items()}
 
 
-def to_diffusers(adapters: Mapping[str, Adapter], *, prefix: str = "unet") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_diffusers(adapters: Adapters, *, prefix: str = "unet") -> Saved:
     """``(state, config)`` of a diffusers file; config is its ``lora_adapter_metadata``. ``prefix`` is the component, as
     ``load_lora_weights`` expects it in front of each key and ``load_lora_adapter`` in its argument of that name.
 
@@ -163,7 +165,7 @@ def from_torchtune(state: State, config: Mapping[str, Any]) -> dict[str, Adapter
     return out
 
 
-def to_torchtune(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_torchtune(adapters: Adapters) -> Saved:
     """``(state, {"r", "lora_alpha"})`` for torchtune.
 
     Raises:
@@ -221,7 +223,7 @@ def from_kohya(state: State, names: Mapping[str, str]) -> dict[str, Adapter]:
     return out
 
 
-def to_kohya(adapters: Mapping[str, Adapter], names: Mapping[str, str]) -> dict[str, Tensor]:
+def to_kohya(adapters: Adapters, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The state dict of a kohya, LyCORIS or ComfyUI file; ``names`` is ``{path: name}``, see :func:`kohya_names`.
 
     Raises:
@@ -285,7 +287,7 @@ def _exactly(path: str) -> str:
     return "^" + re.escape(path)
 
 
-def _linear_layout(fn: str, adapters: Mapping[str, Adapter]) -> None:
+def _linear_layout(fn: str, adapters: Adapters) -> None:
     for path, p in adapters.items():
         if p.fan_in_fan_out:
             remedy = (
@@ -294,7 +296,7 @@ def _linear_layout(fn: str, adapters: Mapping[str, Adapter]) -> None:
             raise fail(fn, "fan_in_fan_out", "False", f"True for {path!r}", remedy)
 
 
-def _rows_only(fn: str, adapters: Mapping[str, Adapter]) -> None:
+def _rows_only(fn: str, adapters: Adapters) -> None:
     for path, p in adapters.items():
         if p.norm_axis == 0 and p.m is not None:
             remedy = "This framework has no norm over input columns: merge it, or use to_lora."
@@ -313,22 +315,18 @@ HF = {
 }
 
 
-def llama_from_torchtune(
-    adapters: Mapping[str, Adapter], *, heads: int | None = None, kv_heads: int | None = None
-) -> dict[str, Adapter]:
+def llama_from_torchtune(adapters: Adapters, *, heads: int | None = None, kv_heads: int | None = None) -> dict[str, Adapter]:
     """torchtune's paths and rows to Hugging Face's; ``heads`` and ``kv_heads`` of a model whose q and k are permuted."""
     return _renamed(adapters, HF, heads, kv_heads, True)
 
 
-def llama_to_torchtune(
-    adapters: Mapping[str, Adapter], *, heads: int | None = None, kv_heads: int | None = None
-) -> dict[str, Adapter]:
+def llama_to_torchtune(adapters: Adapters, *, heads: int | None = None, kv_heads: int | None = None) -> dict[str, Adapter]:
     """Undo :func:`llama_from_torchtune`."""
     return _renamed(adapters, {theirs: ours for ours, theirs in HF.items()}, heads, kv_heads, False)
 
 
 def _renamed(
-    adapters: Mapping[str, Adapter], names: Mapping[str, str], heads: int | None, kv_heads: int | None, to_hf: bool
+    adapters: Adapters, names: Mapping[str, str], heads: int | None, kv_heads: int | None, to_hf: bool
 ) -> dict[str, Adapter]:
     """A layer that is none of ``names`` keeps its path."""
     permuted = {"q_proj": heads, "k_proj": heads if kv_heads is None else kv_heads}

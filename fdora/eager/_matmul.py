@@ -9,16 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdora._records import acc_dtype as acc_dtype
 from fdora._torch import PLAIN, cpu_has_bf16, is_batched, is_wrapped
 
 UPCAST_BYTES = 64 << 20  # largest float32 copy of an operand that a product may make at a time
 
 _CPU_HAS_BF16 = cpu_has_bf16()
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: float32 for half precision and float32, float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdora._records import acc_dtype
+
 _MASK = 0xFFFFFFFF
 
 
@@ -48,7 +50,8 @@ def drop(x: Tensor, seed: Tensor | None, p: float | Tensor, rows: Tensor | None 
     """x with its elements zeroed with probability p and the rest scaled by 1 / (1 - p); x itself when seed is None."""
     if seed is None:
         return x
+    kept = keep_mask(x.shape[0], x.shape[1], seed, p, rows)
     if isinstance(p, Tensor):  # as a number, which is not rounded to the dtype of x
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), wide * (1 / (1 - p)).to(wide), 0).to(x.dtype)
-    return torch.where(keep_mask(x.shape[0], x.shape[1], seed, p, rows), x * (1 / (1 - p)), 0)
+        wide = x.to(acc_dtype(x.dtype))
+        return torch.where(kept, wide * (1 / (1 - p)).to(wide), 0).to(x.dtype)
+    return torch.where(kept, x * (1 / (1 - p)), 0)

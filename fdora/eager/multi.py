@@ -33,6 +33,9 @@ from fdora.eager.linear import frozen_bwd, frozen_fwd, linear_bwd, linear_fwd, m
 from fdora.eager.norm import default_bytes, direct, scale, tile_of
 from fdora.quant import QuantWeight
 
+Kept = tuple[Tensor, ...]
+"""What dm reads beside h: nothing where y itself will do."""
+
 
 def sort(t: Tensor, order: Tensor | None) -> Tensor:
     return t if order is None else t[order]
@@ -62,7 +65,7 @@ def cut(A: Tensor, B: Tensor, ranks: tuple[int, ...] | None) -> list[tuple[Tenso
     return [(a[:r], b[:, :r]) for a, b, r in zip(A.unbind(), B.unbind(), ranks, strict=True)]
 
 
-def _forward_masked(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _forward_masked(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, Kept]:
     x, t, acc, r = sort(x, bank.order), x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
     who = adapter_of(bank.offsets, x.shape[0])
     xd = _drop(x, bank, who)
@@ -88,9 +91,7 @@ def _before_g(x: Tensor, h: Tensor, bank: Bank, who: Tensor, W: Any) -> Tensor:
     return v
 
 
-def _backward_masked(
-    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
-) -> tuple[Tensor | None, ...]:
+def _backward_masked(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: Kept, needs: BankNeeds) -> tuple[Tensor | None, ...]:
     """dx, dA, dB, dm, dc; dx is sorted."""
     dy, x = sort(dy, bank.order), sort(x, bank.order)
     t, acc, r = x.dtype, acc_dtype(x.dtype), bank.A.shape[1]
@@ -146,16 +147,13 @@ def _drop(x: Tensor, bank: Bank, who: Tensor) -> Tensor:
     return drop(x, torch.cat([seed, seed[:1]])[who], p, rows)
 
 
-BankGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def multi_fwd(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, Kept]:
     """x (M, K) -> y (M, N), h (M, r) in sorted order, and what dm reads beside h: nothing where y itself will do."""
     y, h, kept = (_forward if _readable(bank) else _forward_masked)(x, bank, save_for_dm)
     return unsort(y, bank.order), h, kept
 
 
-def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds) -> BankGrads:
+def multi_bwd(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: Kept, needs: BankNeeds) -> tuple[Tensor | None, ...]:
     """dx, dA, dB, dm, dc, each of its parameter's dtype, and dbias in acc_dtype; None where it is not needed.
 
     ``kept`` as :func:`multi_fwd` returned it, ``(y,)`` where that was empty; ``()`` where neither dm nor dc is needed.
@@ -227,7 +225,7 @@ def _ratio(bank: Bank, g: int) -> float:
     return bank.p if bank.seed is None or bank.seed.shape[0] == G else float(bank.seed[G + g].view(torch.float64))
 
 
-def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, Kept]:
     ys, hs, kept = [], [], []
     pre_scale, fp8 = [False] * bank.A.shape[0], isinstance(bank.W, QuantWeight)
     for each in segments(bank, x.shape[0]):
@@ -252,9 +250,7 @@ def _forward(x: Tensor, bank: Bank, save_for_dm: bool) -> tuple[Tensor, Tensor, 
     return _cat(ys), _cat(hs), (_cat(kept), torch.tensor(pre_scale))
 
 
-def _backward(
-    dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: tuple[Tensor, ...], needs: BankNeeds
-) -> tuple[Tensor | None, ...]:
+def _backward(dy: Tensor, x: Tensor, bank: Bank, h: Tensor, kept: Kept, needs: BankNeeds) -> tuple[Tensor | None, ...]:
     """dx, dA, dB, dm, dc, and of experts dbias."""
     dxs: list[Any] = []
     found: list[tuple[Any, ...]] = [(None,) * 5] * bank.A.shape[0]

@@ -12,11 +12,10 @@ from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
 from fdora.functional.explain import Explanation, explain
-from fdora.functional.group import dora_linear_group
+from fdora.functional.group import dora_linear_group, dora_mlp
 from fdora.functional.layer import DoraLayer
 from fdora.functional.linear import dora_linear
 from fdora.functional.merge import MergedWeight, dora_merge, dora_merge_quantized, dora_unmerge
-from fdora.functional.mlp import dora_mlp
 from fdora.functional.multi import dora_linear_multi
 from fdora.functional.norm import dora_base_sqnorm, dora_norm, dora_norm_state, dora_scale
 from fdora.functional.norm_state import NormState, ShardNormState

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, check_device, check_dtype, check_shapes, check_tensor, fail, name
+from fdora._records import acc_dtype
 
 
 def folded(dtype: torch.dtype, gamma: Tensor | None, m: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """m and bias of gamma times the layer, for an x of this dtype; autograd knows their derivatives."""
     if gamma is None:
         return m, bias
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = acc_dtype(dtype)
     by = gamma.to(wide)
     return by * m.to(wide), None if bias is None else by * bias.to(wide)
 

@@ -63,15 +63,18 @@ CONV = {
 }
 
 
+Placements = tuple[Any, ...]  # one for each mesh dimension
+
+
 class Layout(NamedTuple):
     """Of one layer: what each mesh dimension does to it."""
 
     mesh: Any
     table: dict[str, dict[str, str]]
     ways: tuple[str, ...]
-    rows: tuple[Any, ...]
+    rows: Placements
     """Placements of W."""
-    tokens: tuple[Any, ...]
+    tokens: Placements
     """Placements of x."""
 
 
@@ -97,7 +100,7 @@ def mesh_of(fn: str, tensors: dict[str, Any]) -> Any:
     return mesh
 
 
-def placed(t: Any, mesh: Any) -> tuple[Any, ...]:
+def placed(t: Any, mesh: Any) -> Placements:
     """Where a tensor lies: a plain one everywhere."""
     return tuple(t.placements) if isinstance(t, DTensor) else (Replicate(),) * mesh.ndim
 
@@ -146,7 +149,7 @@ def compose_layout(fn: str, mesh: Any, base: Any) -> Layout:
     return Layout(mesh, COMPOSE, tuple(ways), (), tokens)
 
 
-def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> tuple[Any, ...]:
+def placements(lay: Layout, arg: str, dims: int, gradient: bool = False) -> Placements:
     """How an argument of so many axes must lie, or how its gradient does."""
     found: list[Any] = []
     for i, way in enumerate(lay.ways):
@@ -212,7 +215,7 @@ def whole(t: Tensor, mesh: Any, lies: Sequence[Any], shape: Sequence[int]) -> An
     return DTensor.from_local(t, mesh, tuple(lies), run_check=False, shape=Size(shape), stride=tuple(stride))
 
 
-def summed(lies: Sequence[Any]) -> tuple[Any, ...]:
+def summed(lies: Sequence[Any]) -> Placements:
     """The same placements after all pending sums."""
     return tuple([Replicate() if p.is_partial() else p for p in lies])
 

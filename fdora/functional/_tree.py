@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fdora._check import FdoraError, check_weights
 from fdora._dispatch import Backend, forced
-from fdora._records import Norms
+from fdora._records import Norms, acc_dtype
 from fdora.autograd._ops import OPS
 from fdora.autograd.norm import WORDS as WORDS_OF_ONE
 from fdora.autograd.norm import tree_layers
@@ -61,12 +61,24 @@ class Part:
         views = buffer.split_with_sizes(self.lengths)
         return views if len(views) == len(self.kept) else [views[i] for i in self.kept]
 
+    @staticmethod
+    def leaves(count: int, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Sequence[Any]:
+        """c of each of so many, out of the buffers of their parts."""
+        found: list[Any] = [None] * count
+        for part, buffer in zip(parts, buffers, strict=True):
+            views = part.views(buffer)
+            if part.whole:
+                return views
+            for i, c in zip(part.places, views, strict=True):
+                found[i] = c
+        return found
+
 
 def parts_of(W: Sequence[Any]) -> list[Part]:
     found: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for i, w in enumerate(W):
         coded = isinstance(w, QuantWeight) and not in_trees(w)
-        found.setdefault((w.device, torch.promote_types(w.dtype, torch.float32), coded), []).append(i)
+        found.setdefault((w.device, acc_dtype(w.dtype), coded), []).append(i)
     return [Part(*key, places, W) for key, places in found.items()]
 
 
@@ -139,15 +151,7 @@ def no_norms(part: Part) -> Norms:
 
 
 def tree_of(spec: Any, parts: list[Part], buffers: Sequence[Tensor]) -> Any:
-    leaves: Any = [None] * spec.num_leaves
-    for part, buffer in zip(parts, buffers, strict=True):
-        views = part.views(buffer)
-        if part.whole:
-            leaves = views
-        else:
-            for i, c in zip(part.places, views, strict=True):
-                leaves[i] = c
-    return optree.tree_unflatten(spec, leaves)
+    return optree.tree_unflatten(spec, Part.leaves(spec.num_leaves, parts, buffers))
 
 
 class Leaf:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import BANK, EXPERTS, Weight, check_device, check_dtype, check_s, check_weights, check_whole, fail
+from fdora._records import acc_dtype
 from fdora.autograd.multi import bank_norm
 from fdora.autograd.norm import root_of_sum
 from fdora.functional.backend import select_backend
@@ -23,6 +24,7 @@ MOST_ADAPTERS = 65_535
 # it is the second axis of multi_shrink_kernel, by 16 numbers.
 MOST_RANK = 65_535 * 16
 MOST_OF_EACH = 32_767  # beside ``ranks``, which reach the device in 15 bits each (multi_ranks_kernel)
+Ranks = tuple[int, ...] | None
 
 
 def check_bank(fn: str, tensors: dict[str, Any]) -> int:
@@ -42,13 +44,13 @@ def check_one(fn: str, offsets: Any, ids: Any, which: str) -> None:
         raise fail(fn, "offsets", "given, or ids, not both", have, f"One of them says which {which} each token has.")
 
 
-def check_sequence(fn: str, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+def check_sequence(fn: str, ranks: Sequence[int] | None) -> Ranks:
     if ranks is not None and not isinstance(ranks, Sequence):
         raise fail(fn, "ranks", "a sequence of ints", f"a {type(ranks).__name__}", "One for each adapter, at most the r of A.")
     return None if ranks is None else tuple(ranks)
 
 
-def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> tuple[int, ...] | None:
+def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> Ranks:
     if ranks is None:
         return None
     each = tuple(ranks)
@@ -57,7 +59,7 @@ def check_ranks(fn: str, ranks: Sequence[int] | None, adapters: int, r: int) -> 
     return each
 
 
-def check_kernels(fn: str, A: Tensor, name: str, ranks: tuple[int, ...] | None = None, arg: str = "A") -> None:
+def check_kernels(fn: str, A: Tensor, name: str, ranks: Ranks = None, arg: str = "A") -> None:
     """What the kernels of banks and of experts cannot count; ``name``: of the backend. Plain torch has no such ends."""
     if name != "triton":
         return
@@ -72,7 +74,7 @@ def check_kernels(fn: str, A: Tensor, name: str, ranks: tuple[int, ...] | None =
 
 def scalings(fn: str, s: Any, adapters: int, like: Tensor | Weight) -> Tensor:
     """(G,) in the dtype of sums. Numbers reach a GPU by fills, which do not wait for it."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = acc_dtype(like.dtype)
     if isinstance(s, Tensor):
         if tuple(s.shape) != (adapters,):
             raise fail(fn, "s", f"({adapters},), one for each adapter", tuple(s.shape), "Pass the alpha / r of each.")
@@ -112,11 +114,11 @@ def is_stack(W: object, B: Tensor, s: Any) -> bool:
 
 def scaling_of(s: float, experts: int, like: Tensor) -> Tensor:
     """(E,) in the dtype of sums: one for all."""
-    return torch.full((experts,), s, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return torch.full((experts,), s, dtype=acc_dtype(like.dtype), device=like.device)
 
 
 def norm_over(
-    fn: str, weights: tuple[Any, Tensor, Tensor], s: Any, ranks: tuple[int, ...] | None, groups: Sequence[Any], backend: Any
+    fn: str, weights: tuple[Any, Tensor, Tensor], s: Any, ranks: Ranks, groups: Sequence[Any], backend: Any
 ) -> Tensor:
     """c of a bank W, A, B, whose columns may be spread over groups."""
     W, A, B = weights

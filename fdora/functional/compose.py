@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fdora._check import FLOATS, check_device, check_dtype, check_s, check_shapes, fail, once
 from fdora._dispatch import Backend
+from fdora._records import acc_dtype
 from fdora.autograd.compose import as_matrix, compose
 from fdora.functional.backend import select_backend
 
@@ -77,7 +77,7 @@ def _compose(
         check_device(fn, "base", tensors)
         for arg in ("base", "lora", "bias"):
             check_dtype(fn, arg, tensors[arg], FLOATS, "Cast it to a floating dtype.")
-        check_dtype(fn, "g", g, (torch.promote_types(base.dtype, torch.float32),), "Keep it as dora_scale(m, c) returns it.")
+        check_dtype(fn, "g", g, (acc_dtype(base.dtype),), "Keep it as dora_scale(m, c) returns it.")
         check_s(fn, s)
 
     if once(fn, (base, lora, g, bias), (s,), check):

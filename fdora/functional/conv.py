@@ -176,13 +176,15 @@ def dora_conv3d(
     return _conv("dora_conv3d", 3, x, DoraLayer(W, A, B, m, s, bias, norm), how, backend)
 
 
+CONV: tuple[Any, ...] = (dora_conv1d, dora_conv2d, dora_conv3d)
+
+
 def _conv(fn: str, n: int, x: Tensor, layer: DoraLayer, asked: tuple[Any, ...], backend: Any) -> Tensor:
     W, A, B, m, s, bias, norm = parts(layer)
     if is_sharded(x, W, A, B, m, bias, norm):
-        from fdora.functional import _sharded_layers
+        from fdora.functional import _sharded
 
-        call: Any = (dora_conv1d, dora_conv2d, dora_conv3d)[n - 1]
-        return _sharded_layers.conv(call, fn, n, x, layer, asked, backend)
+        return _sharded.conv(CONV[n - 1], fn, n, x, layer, asked, backend)
     how = geometry(fn, n, asked)
     check_conv(fn, n, tensors_of(layer, x=x), how)
     check_s(fn, s)

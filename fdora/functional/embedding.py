@@ -77,12 +77,12 @@ def dora_embedding(
     """
     fn, layer = "dora_embedding", DoraLayer(W, A, B, m, s, None, norm)
     if check_embedding(fn, ids, layer, norm_axis, padding_idx, max_norm):
-        from fdora.functional import _sharded_layers
+        from fdora.functional import _sharded
 
         if sparse:
             raise fail(fn, "sparse", "False with DTensors", sparse, "Sparse gradients do not work there.")
         how_read = {"norm_axis": norm_axis, "max_norm": max_norm, "backend": backend}
-        return _sharded_layers.embedding(dora_embedding, ids, layer, padding_idx, **how_read)
+        return _sharded.embedding(dora_embedding, ids, layer, padding_idx, **how_read)
     choice = select_backend(W, backend=backend)
     if max_norm is not None and backend == "triton":
         raise fail(fn, "max_norm", "None with backend='triton'", max_norm, "Plain torch has it: backend='auto'.")

@@ -101,11 +101,11 @@ def dora_experts(
     """
     fn, layer = "dora_experts", DoraLayer(W, A, B, m, s, bias, norm)
     if check_experts(fn, x, layer):
-        from fdora.functional import _sharded_layers
+        from fdora.functional import _sharded
 
         check_left_out(fn, {"compute": compute is not None, "grad_compute": grad_compute is not None})
         given: dict[str, Any] = {"offsets": offsets, "ids": ids, "gates": gates, "backend": backend}
-        return _sharded_layers.experts(dora_experts, x, layer, **given)
+        return _sharded.experts(dora_experts, x, layer, **given)
     E = m.shape[0]
     check_route(fn, x, E, offsets, ids, gates)
     name = select_backend(x, backend=backend).name
@@ -123,9 +123,8 @@ def dora_experts(
 
 def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, asked: tuple[Any, Any]) -> Tensor:
     """x (T, K), sorted by expert -> (T, N)."""
-    E = count_of(layer)
+    E, x = count_of(layer), cast_x(fn, x, layer.W)
     if name == "triton":
-        x = cast_x(fn, x, layer.W)
         scale, ready = scaled(x, layer, name)
         ends = ends_on(fn, offsets, x, E)
     else:
@@ -133,7 +132,6 @@ def sorted_rows(fn: str, x: Tensor, layer: DoraLayer, offsets: Any, name: str, a
         if not is_whole(layer.W) or torch.compiler.is_compiling() or functorch_active():
             return _loop(x, layer, numbers, asked)
         # The loop as one node, of a W that only comes as a whole: so it is made once for each direction, not for each expert.
-        x = cast_x(fn, x, layer.W)
         wanted = [end > begin for begin, end in zip([0, *numbers[:-1]], numbers, strict=True)]
         _, ready = scaled(x, layer, name, wanted)
         ends = torch.tensor(numbers, dtype=torch.int64)  # on the host, as s then is: both are read there

@@ -24,21 +24,19 @@ from fdora.functional._explanation import Kept, decoding, stand_in, stored
 from fdora.functional._tree import parts_of
 from fdora.functional.backend import CHECKED, RECORDED, Checked, select_backend
 from fdora.functional.compose import dora_compose, dora_delta
-from fdora.functional.conv import dora_conv1d, dora_conv2d, dora_conv3d
+from fdora.functional.conv import CONV
 from fdora.functional.embedding import dora_embedding
 from fdora.functional.experts import dora_experts
 from fdora.functional.experts_mlp import dora_experts_mlp
-from fdora.functional.group import dora_linear_group
+from fdora.functional.group import dora_linear_group, dora_mlp
 from fdora.functional.linear import COMPUTES, dora_linear, least_of
 from fdora.functional.merge import dora_merge, dora_unmerge
-from fdora.functional.mlp import dora_mlp
 from fdora.functional.multi import dora_linear_multi
 from fdora.functional.norm import dora_norm
-from fdora.functional.tree import check_tree_state, dora_norm_tree
+from fdora.functional.tree import check_tree_state, dora_norm_tree, is_weight
 from fdora.predict import GPUS, Gpu, gpu_of
 from fdora.quant import QuantWeight
 
-CONV = (dora_conv1d, dora_conv2d, dora_conv3d)
 EXPERTS = (dora_experts, dora_experts_mlp)
 LAYERS = (dora_linear, dora_linear_group, dora_mlp, dora_embedding, *CONV, *EXPERTS, dora_linear_multi)
 CALLS = (*LAYERS, dora_norm, dora_norm_tree, dora_compose, dora_delta, dora_merge, dora_unmerge)
@@ -77,7 +75,7 @@ def explain(fn: Callable, /, *args: Any, gpu: str | None = None, backward: bool 
         raise fail("explain", "fn", f"one of {names}", getattr(fn, "__name__", repr(fn)), "Ask about one of these.")
     call = signature(fn).bind(*args, **kwargs)
     call.apply_defaults()
-    if is_sharded(*optree.tree_leaves(_tree(call))):
+    if is_sharded(*optree.tree_leaves(dict(call.arguments))):  # type: ignore[arg-type]
         raise fail("explain", "args", "plain tensors", "a DTensor", "Ask for one process: pass .to_local() of each.")
     asked = call.arguments["backend"]
     coded = _coded(call.arguments)
@@ -143,24 +141,16 @@ def without_data(call: BoundArguments) -> tuple[torch.device, bool]:
     def bare(t: Any) -> Any:
         return stand_in(t) if isinstance(t, (Tensor, QuantWeight)) and t.device == device else t
 
-    arguments: Any = optree.tree_map(bare, _tree(call), is_leaf=_is_weight)
+    given: Any = dict(call.arguments)
+    arguments: Any = optree.tree_map(bare, given, is_leaf=is_weight)
     call.arguments = arguments
     if autocast:
         call.arguments["x"] = call.arguments["x"].to(torch.get_autocast_dtype(device.type))
     return device, autocast
 
 
-def _tree(call: BoundArguments) -> Any:
-    """The arguments, which may be trees, as one."""
-    return dict(call.arguments)
-
-
-def _is_weight(t: Any) -> bool:
-    return isinstance(t, QuantWeight)
-
-
 def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree, is_leaf=_is_weight)
+    return optree.tree_leaves(tree, is_leaf=is_weight)
 
 
 def _check(fn: Callable, call: BoundArguments, device: torch.device, autocast: bool) -> torch.dtype:
@@ -221,7 +211,7 @@ def record(fn: Callable, call: BoundArguments, on: Any, autocast: bool) -> tuple
         for t in held_by_nodes(ys):
             pack(t)
         if ys:
-            trained = [t for t in optree.tree_leaves(_tree(call)) if isinstance(t, Tensor) and t.requires_grad]
+            trained = [t for t in _leaves(dict(call.arguments)) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(ys, trained, list(map(torch.empty_like, ys)), allow_unused=True)
     return noted, first, saved, out
 

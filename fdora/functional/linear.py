@@ -12,7 +12,7 @@ from torch import Tensor
 from fdora._check import check_dtype, check_left_out, check_weights, fail, is_number, name, once
 from fdora._dispatch import Backend
 from fdora._recording import active
-from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm
+from fdora._records import Dropout, DropoutMode, NormOf, Operands, Options, SaveForDm, acc_dtype
 from fdora._torch import functorch_active
 from fdora.autograd.node import Call, layers
 from fdora.autograd.norm import row_norm, with_gradient
@@ -203,7 +203,7 @@ def norm_for(fn: str, x: Tensor, layer: DoraLayer, backend: str, detach: bool, f
 
 def in_sums(c: Tensor, x: Any) -> Tensor:
     """In the dtype in which products of x are summed."""
-    return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(torch.promote_types(x.dtype, torch.float32))
+    return c if c.dtype == torch.float32 and x.dtype != torch.float64 else c.to(acc_dtype(x.dtype))
 
 
 def attached(fn: str, c: Tensor, W: Any, A: Tensor, B: Tensor, s: float, backend: str) -> Tensor:

@@ -111,11 +111,11 @@ def dora_linear_multi(
     fn, layer = "dora_linear_multi", DoraLayer(W, A, B, m, s, bias, norm)  # type: ignore[arg-type]
     of_each = check_sequence(fn, ranks)
     if check_multi(fn, x, layer, offsets, ids, of_each):
-        from fdora.functional import _sharded_layers
+        from fdora.functional import _sharded
 
         check_left_out(fn, {"compute": compute is not None, "grad_compute": grad_compute is not None})
         rest: dict[str, Any] = {"offsets": offsets, "ranks": ranks, "backend": backend}
-        return _sharded_layers.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
+        return _sharded.multi(dora_linear_multi, x, layer, ids, dropout_p, **rest)
     drop, computes = (dropout_p, dropout_mode, seed), (compute, grad_compute)
     return multi(*prepared(fn, x, layer, (offsets, ids), of_each, drop, computes, backend))
 
@@ -187,20 +187,19 @@ def are_one(x: Tensor, layers: Sequence[dict[str, Any]], act: Any) -> bool:
     """Whether one node computes these layers."""
     first, *rest = layers
     kinds = [(of.get("backend", "auto"), of["m"] is None, of.get("bias") is None) for of in layers]
-    if any(kind != kinds[0] for kind in kinds) or not all(is_plain_product(x, **of) for of in layers):
+    if any(kind != kinds[0] for kind in kinds) or not all(is_plain_product(x, of) for of in layers):
         return False
     if act is not None and (kinds[0][1:] != (False, True) or act not in ACTS or rest[0]["W"].shape != first["W"].shape):
         return False
     return OPS[select_backend(x, backend=kinds[0][0]).name].multi_gated_bwd is not None
 
 
-def is_plain_product(
-    x: Tensor, W: Any, A: Tensor, B: Tensor, m: Tensor | None, dropout_p: Any = 0.0, dropout_mode: str = "lora", **more: Any
-) -> bool:
+def is_plain_product(x: Tensor, of: dict[str, Any]) -> bool:
     """Whether such a layer is one half-precision product with a dense W here, forward and backward."""
-    twice = dropout_mode == "peft" and m is not None and (isinstance(dropout_p, Tensor) or dropout_p != 0)
-    eight = isinstance(W, QuantWeight) or not more.keys().isdisjoint(("compute", "grad_compute"))
-    return not (eight or twice or is_sharded(x, W, A, B, m)) and W.dtype.itemsize == 2
+    W, m, p = of["W"], of["m"], of.get("dropout_p", 0.0)
+    twice = of.get("dropout_mode") == "peft" and m is not None and (isinstance(p, Tensor) or p != 0)
+    eight = isinstance(W, QuantWeight) or not of.keys().isdisjoint(("compute", "grad_compute"))
+    return not (eight or twice or is_sharded(x, W, of["A"], of["B"], m)) and W.dtype.itemsize == 2
 
 
 def check_multi(
@@ -260,9 +259,11 @@ def seeds_of(fn: str, seed: Any, adapters: int, device: torch.device) -> Tensor:
         return torch.randint(2**62, (adapters,), device=device)
     if isinstance(seed, Tensor) and seed.dim() == 1:
         checked(fn, seed, device)
-        seed = seed.unbind() if seed.shape[0] != adapters else seed
+        if seed.shape[0] == adapters:
+            return seed
+        seed = seed.unbind()
     if isinstance(seed, (list, tuple)):
         if len(seed) != adapters:
             raise fail(fn, "seed", f"one, or {adapters}, one for each adapter", len(seed), "Adapters may share a seed.")
         return torch.stack([seed_tensor(fn, each, device) for each in seed])
-    return seed if isinstance(seed, Tensor) and seed.dim() == 1 else seed_tensor(fn, seed, device).expand(adapters)
+    return seed_tensor(fn, seed, device).expand(adapters)

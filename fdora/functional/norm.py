@@ -273,7 +273,7 @@ def _norm_of_many(
             check_kernels(fn, A, name)
         return experts_norm(W, A, B, s, scaling_of(s, sizes["E"], like), name)
     if is_sharded(W, A, B):
-        from fdora.functional import _sharded_layers
+        from fdora.functional import _sharded
 
-        return _sharded_layers.norm_of_bank(fn, W, A, B, s, group, backend)
+        return _sharded.norm_of_bank(fn, W, A, B, s, group, backend)
     return norm_over(fn, (W, A, B), s, None, () if group is None else (group,), backend)

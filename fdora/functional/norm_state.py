@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdora._check import WIDE, Weight, check_dtype, check_frozen, check_only, check_weights, fail, name, once
-from fdora._records import NormOf
+from fdora._records import NormOf, acc_dtype
 from fdora.autograd.norm import WORDS, smallest_bytes_of
 from fdora.quant import QuantWeight
 
@@ -31,7 +31,7 @@ class ShardNormState(NamedTuple):
 
 def start_of(W: Tensor | QuantWeight) -> NormState:
     """A state that matches nothing."""
-    c = torch.zeros(W.shape[0], device=W.device, dtype=torch.promote_types(W.dtype, torch.float32))
+    c = torch.zeros(W.shape[0], device=W.device, dtype=acc_dtype(W.dtype))
     return NormState(c, torch.zeros(WORDS, device=W.device, dtype=torch.int64))
 
 
@@ -46,7 +46,7 @@ def check_state(fn: str, W: Any, state: NormState | ShardNormState, detach: bool
         raise fail(fn, "state", "a NormState", f"a {type(state).__name__}", start)
     if not detach:
         raise fail(fn, "state", "None with detach=False", "a NormState", "A norm that is reused has no gradient: detach it.")
-    like = {"c": ((W.shape[0],), torch.promote_types(W.dtype, torch.float32)), "fingerprint": ((WORDS,), torch.int64)}
+    like = {"c": ((W.shape[0],), acc_dtype(W.dtype)), "fingerprint": ((WORDS,), torch.int64)}
     for (part, (shape, dtype)), t in zip(like.items(), state, strict=True):
         if tuple(t.shape) != shape or t.dtype != dtype or t.device != W.device:
             have = f"{tuple(t.shape)} {name(t.dtype)} on {t.device}"

@@ -29,10 +29,9 @@ from fdora._records import DropoutMode
 from fdora._torch import exporting, functorch_active, library_of, while_tracing
 from fdora.autograd._ops import OPS
 from fdora.functional.backend import select_backend
-from fdora.functional.group import check_group, dora_linear_group, run, seeds_for
+from fdora.functional.group import check_group, check_mlp, dora_linear_group, dora_mlp, run
 from fdora.functional.layer import DoraLayer, labelled
-from fdora.functional.linear import cast_x, dropout_of
-from fdora.functional.mlp import check_mlp, dora_mlp
+from fdora.functional.linear import dropout_of
 from fdora.quant import QuantWeight
 
 
@@ -84,7 +83,7 @@ def _linears(
     mode: DropoutMode,
     keep_inner: bool,
     act: str,
-    backend: str,
+    backend: Any,
     code: str,
 ) -> list[Tensor]:
     fn, count = "use_fdora", len(s)
@@ -95,10 +94,8 @@ def _linears(
     given = [DoraLayer(W, A, B, m, k, bias, c) for W, A, B, m, c, bias, k in each]
     layers = dict(zip([f"{fn}: {part}" for part in ("gate", "up", "down")], given, strict=True)) if act else labelled(fn, given)
     check_mlp(fn, x, layers, act) if act else check_group(fn, x, given)
-    x = cast_x(fn, x, given[0].W)
     asks: dict[str, Any] = {"act": act or None, "seen": seen, "keep": torch.is_grad_enabled()}
-    seeds = seeds_for(fn, None, [None] * count, p, x)
-    return list(run(x, layers, seeds, keep_inner, dropout_of(p, mode), backend, **asks))
+    return list(run(fn, x, layers, None, [None] * count, keep_inner, dropout_of(p, mode), backend, **asks))
 
 
 _library = library_of("linears")

@@ -111,8 +111,7 @@ def dora_norm_tree(
     # A mode sees each norm as an op, with its flops; but what a state keeps is of one launch, or of one by one.
     if not plain or is_traced() or (state is None and dispatch_modes()):
         if is_sharded(*W, *A, *B) and not is_traced():
-            from fdora.functional._sharded_rows import plan_of
-            from fdora.functional._sharded_tree import norms
+            from fdora.functional._sharded_tree import norms, plan_of
 
             rows = plan_of(fn, leaves, backend) if gather is True else None
             if rows is not None:
@@ -236,14 +235,14 @@ def _each(fn: str, spec: Any, one: Callable[[int], Any]) -> Any:
     return optree.tree_unflatten(spec, results)
 
 
-def _is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> bool:
     return isinstance(node, Weight)
 
 
 def _weights_of(fn: str, weights: Any) -> tuple[list, Any]:
     if weights is None:  # to optree a nesting of nothing
         raise fail(fn, "weights", "a nesting with (N, K) weights at its leaves", "None", "Pass, for example, a dict of them.")
-    return optree.tree_flatten(weights, is_leaf=_is_weight)
+    return optree.tree_flatten(weights, is_leaf=is_weight)
 
 
 NUMBER = (int, float, torch.SymFloat, Tensor)  # check_s says why a tensor is none

@@ -60,10 +60,8 @@ def gathered_together(model: Any) -> list[list[tuple[Any, Tensor]]]:
 
 def lies_in_rows(*shards: Any) -> bool:
     """Whether these are DTensors as FSDP2 keeps them, on the device that computes."""
-    return all([piece_of(t) is not None and t.device.type == t.device_mesh.device_type and plain_rows(t) for t in shards])
-
-
-def plain_rows(t: Any) -> bool:
+    if any([piece_of(t) is None or t.device.type != t.device_mesh.device_type for t in shards]):
+        return False
     from torch.distributed.tensor import Replicate, Shard
 
-    return all([p == Replicate() or (type(p) is Shard and p.dim == 0) for p in t.placements])
+    return all([p == Replicate() or (type(p) is Shard and p.dim == 0) for t in shards for p in t.placements])

@@ -1,9 +1,10 @@
-"""The layers of a model whose norms are computed together, and these norms; see _tree.py."""
+"""Layers whose norms are computed together, and these norms: those of a model, see _tree.py, and of a unit of FSDP2."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from fdora import _facts, _plain
 from fdora._dispatch import forced
 from fdora._norm_cache import NormCache
-from fdora.functional._tree import kept_norms, no_norms, tables
+from fdora.functional._tree import Part, kept_norms, no_norms, tables
 from fdora.quant import QuantWeight
 
 Found = list[tuple[Any, Any, Tensor, Tensor, float]]  # KeptNorm, W, A, B, s; W may be a QuantWeight of 8-bit codes
@@ -112,12 +113,102 @@ class Table:
             norms = cache.current(w, made_from, partial(part.layers.guarded, w, a, b))
             wholes.append(norms.c)
             captured = captured or norms is cache.graph
-        return Run(task, self, self.views(wholes), versions[: 3 * n], versions[3 * n :], captured)
+        c = [*Part.leaves(n, self.parts, wholes)]  # a list, which C asks for (fdora/_plain.py)
+        return Run(task, self, c, versions[: 3 * n], versions[3 * n :], captured)
 
-    def views(self, wholes: Sequence[Tensor]) -> list[Any]:
-        """Each layer's c, out of those of each part."""
-        c: list[Any] = [None] * self.count
-        for part, whole in zip(self.parts, wholes, strict=True):
-            for place, view in zip(part.places, part.views(whole), strict=True):
-                c[place] = view
-        return c
+
+PLACES = 8
+
+
+class Local(threading.local):
+    """``moment``: a number of the forward or of the task of backward in which the norms were computed."""
+
+    def __init__(self) -> None:
+        self.moment = -1
+        self.norms: dict[int, tuple[tuple, Tensor]] = {}  # by the id of a KeptNorm: what c was made from, and c
+
+
+class Unit:
+    """The norms of layers that FSDP2 gathers together, by one call when the first of them runs. ``find`` lists who can be
+    served now, while the unit is gathered.
+
+    Between two forwards their weights are shards, so no table of a whole model holds (_tree.py). But a unit's layers are there
+    together: whoever asks first has the norms of all computed, in three launches for some seven layers instead of three for
+    each.
+
+    Gathered weights come to lie elsewhere now and then. A table of pointers is kept for each place where they lay (PLACES);
+    norms and fingerprints are of values, wherever those lie. A slice is handed out as in _tree.py: in the thread and the
+    forward, or the task of backward, that computed it, for the very tensors it was computed from, at their versions of then.
+    """
+
+    def __init__(self, kepts: Sequence[Any], find: Callable[[Iterable[Any]], Found]):
+        self.layers, self.find = [kept.layer for kept in kepts], find
+        self.local = Local()
+        self.lock = threading.Lock()
+        self.places: dict[tuple, Part] = {}
+        self.cache: NormCache | None = None
+
+    def forget(self) -> None:
+        """Some W is another."""
+        self.cache = None
+        self.local = Local()
+
+    def c_of(self, kept: Any, W: Tensor, A: Tensor, B: Tensor, s: float, moment: int) -> Tensor | None:
+        """None where the layer has to look after itself."""
+        if self.local.moment != moment:
+            norms = self.compute()  # which may begin anew
+            self.local.norms, self.local.moment = norms, moment
+        made_from, c = self.local.norms.get(id(kept), (None, None))
+        return c if made_from is not None and made_from == facts(W, A, B, s) else None
+
+    def compute(self) -> dict[int, tuple[tuple, Tensor]]:
+        with self.lock, torch.no_grad():
+            layers = [layer() for layer in self.layers if layer is not None]
+            found = [each for each in self.find(layers) if each[0].shard is not None and isinstance(each[1], Tensor)]
+            if len(found) < 2:
+                return {}
+            kepts, W, A, B, s = map(list, zip(*found, strict=True))
+            made_from = [(id(kept), kept.made_from(w), w.dtype, w.shape) for kept, w in zip(kepts, W, strict=True)]
+            part = self.part_of(W, A, B, s)
+            if part is None:
+                return {}
+            if self.cache is None or made_from != self.cache.made_from:
+                self.forget()
+                self.cache = NormCache(no_norms(part))
+            new = self.cache.current(W, made_from, partial(part.layers.guarded, W, A, B))
+            each = zip(found, part.views(new.c), strict=True)
+            return {id(kept): (facts(w, a, b, scale), c) for (kept, w, a, b, scale), c in each}
+
+    def part_of(self, W: list, A: list, B: list, s: list) -> Part | None:
+        """With the table of where these lie; None of layers on several devices, or of several dtypes."""
+        key = (*[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (*W, *A, *B)], *s, forced())
+        part = self.places.pop(key, None)
+        if part is None:
+            parts = tables(W, A, B, s)
+            if len(parts) != 1:
+                return None
+            (part,) = parts
+        self.places[key] = part  # the last one is the latest
+        if len(self.places) > PLACES:
+            del self.places[next(iter(self.places))]
+        return part
+
+
+def facts(W: Tensor, A: Tensor, B: Tensor, s: float) -> tuple:
+    return W.data_ptr(), A.data_ptr(), B.data_ptr(), W._version, A._version, B._version, s
+
+
+def units_of(groups: Sequence[Sequence[Any]], kepts: Sequence[Any], find: Callable[[Iterable[Any]], Found]) -> dict[int, Unit]:
+    """By the id of a KeptNorm, for groups of the modules that FSDP2 gathers together."""
+    by_base: dict[int, list[Any]] = {}
+    for kept in kepts:
+        base = None if kept.base is None else kept.base()
+        if base is not None:
+            by_base.setdefault(id(base), []).append(kept)
+    units: dict[int, Unit] = {}
+    for group in groups:
+        mine = [kept for module in group for kept in by_base.get(id(module), ())]
+        if len(mine) > 1:
+            unit = Unit(mine, find)
+            units |= {id(kept): unit for kept in mine}
+    return units

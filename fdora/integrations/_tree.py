@@ -29,7 +29,7 @@ threads, streams    Each thread has its slices, each stream its norms and finger
                     together. Replicas of DataParallel have other tensors, and look after themselves.
 torch.compile       of the whole model traces the hook: one op computes all norms, and each layer's code reads its slice of the
                     result, in the same trace. Compiled layers whose model is not compiled, or that come after a graph break,
-                    have an op that asks as an eager layer does, when it runs, also what FSDP2 gathers together (_units.py):
+                    have an op that asks as an eager layer does, when it runs, also what FSDP2 gathers together (_table.py):
                     that of the call itself, or where others read c (kept_norms) one that gives back a copy. Not by guards on
                     what the hook left: recomputation, outside of the hook, would run other code than the forward did, and
                     checkpoint refuses that. In CUDA graphs without the hook that op compares and computes by itself.
@@ -53,8 +53,7 @@ from fdora._norm_cache import forget_norms
 from fdora._torch import backward_task, capturing, dispatch_modes, trace, untraced, while_tracing
 from fdora.integrations._shard import gathered_together
 from fdora.integrations._shard_norms import ShardNorms
-from fdora.integrations._table import Found, Run, Table
-from fdora.integrations._units import Unit, units_of
+from fdora.integrations._table import Found, Run, Table, Unit, units_of
 
 UNASKED, ALONE = -1, -2  # instead of a layer's place among the norms of a model
 MOST_MOVES = 8  # forwards in a row whose tensors lay elsewhere: shards that come and go. Then layers look after themselves

@@ -16,6 +16,7 @@ from fdora.quant.weight import CHUNK, QuantSpec, QuantWeight, check_floating, ma
 
 FN = "quant.quantize"
 Rows = Callable[[int, int], Tensor]  # rows i to j of what is quantised, float32
+Coded = tuple[Tensor, Tensor]  # codes and scales
 NAMES = "nf4, fp4, mxfp4, nvfp4, int8 or fp8"
 TINY = 1e-38  # bitsandbytes' floor of an absolute maximum
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -27,7 +28,7 @@ def grouped(W: Tensor, group: int) -> Tensor:
     return (pad(W, (0, missing)) if missing else W).unflatten(-1, (-1, group))
 
 
-def within_one(flat: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def within_one(flat: Tensor, group: int) -> Coded:
     """Numbers over the largest of their group, and these absolute maxima."""
     blocks = grouped(flat, group)
     absmax = blocks.abs().amax(1)
@@ -52,7 +53,7 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.cat(values).sort().values.to(device)
 
 
-def bitsandbytes4(W: Tensor, facts: Lut4) -> tuple[Tensor, Tensor]:
+def bitsandbytes4(W: Tensor, facts: Lut4) -> Coded:
     """Codes and absolute maxima of whole groups; the last of all may be shorter."""
     x, absmax = within_one(W.flatten(), facts.group)
     ascending, order = table(facts.table, W.device).sort(stable=True)
@@ -81,7 +82,7 @@ def packed_rows(codes: Tensor, K: int) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def mxfp4(W: Tensor) -> tuple[Tensor, Tensor]:
+def mxfp4(W: Tensor) -> Coded:
     blocks = grouped(W, 32)
     # frexp: amax = f * 2 ** e with f in [0.5, 1), so floor(log2(amax)) = e - 1; the largest e2m1 is 1.5 * 2 ** 2
     absmax = blocks.abs().amax(2)
@@ -91,7 +92,7 @@ def mxfp4(W: Tensor) -> tuple[Tensor, Tensor]:
     return packed_rows(codes, W.shape[1]), scales
 
 
-def nvfp4(W: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def nvfp4(W: Tensor, whole: Tensor) -> Coded:
     """``whole``: the scale of all scales."""
     blocks = grouped(W, 16)
     scales = (blocks.abs().amax(2) / E2M1_MAX / whole).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
@@ -100,7 +101,7 @@ def nvfp4(W: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     return packed_rows(codes, W.shape[1]), scales
 
 
-def eight(W: Tensor, facts: Codes8, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+def eight(W: Tensor, facts: Codes8, whole: Tensor | None) -> Coded:
     """``whole``: the scale of the tensor, where it has one."""
     N, K = W.shape
     bn, bk = facts.block if facts.scale == "block" else (1, max(1, K))
@@ -168,7 +169,7 @@ def quantize_rows(rows: Rows, spec: QuantSpec, device: torch.device) -> QuantWei
     return QuantWeight(spec.kind, (codes, scales, *more), spec.shape, spec.dtype, facts)
 
 
-def _encoded(W: Tensor, facts: Lut4 | Codes8, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+def _encoded(W: Tensor, facts: Lut4 | Codes8, whole: Tensor | None) -> Coded:
     """Codes and scales of some rows."""
     if isinstance(facts, Codes8):
         return eight(W, facts, whole)

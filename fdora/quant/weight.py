@@ -190,16 +190,15 @@ class QuantWeight(Weight):
         if (noted := active()) is not None and self.device.type == "meta":
             return noted.decode(self, first, last, dtype) if out is None else out
         kind, K = kind_of(self.kind), self.shape[1]
-        if first == last or K == 0:  # which no kind has to think of
-            return torch.empty((last - first, K), dtype=dtype, device=self.device) if out is None else out
-        step = max(1, CHUNK // max(1, K))
+        step, nothing = max(1, CHUNK // max(1, K)), first == last or K == 0  # of which no kind has to think
         narrow = out is not None or dtype not in (torch.float32, torch.float64)
-        if not (kind.by_rows and narrow and last - first > step) or torch.compiler.is_compiling():
+        in_slices = kind.by_rows and narrow and last - first > step and not torch.compiler.is_compiling()
+        if not (nothing or in_slices):
             W = kind.dequantize(self, first, last).to(dtype)
             return W if out is None else out.copy_(W)
         if out is None:
             out = torch.empty((last - first, K), dtype=dtype, device=self.device)
-        for i in range(first, last, step):
+        for i in () if nothing else range(first, last, step):
             j = min(i + step, last)
             out[i - first : j - first].copy_(kind.dequantize(self, i, j))
         return out

@@ -12,7 +12,7 @@ from fdora import FdoraError
 from fdora.functional import (
     DoraLayer,
     ShardNormState,
-    _sharded_rows,
+    _sharded_tree,
     dora_base_sqnorm,
     dora_compose,
     dora_delta,
@@ -374,16 +374,16 @@ def case_trees_in_even_rows():
         cut = {i: {n: distribute_tensor(t[n], where, [Shard(0)]) for n in "WAB"} for i, t in ts.items()}
         weights, params = {i: l["W"] for i, l in cut.items()}, {i: (l["A"], l["B"]) for i, l in cut.items()}
         for most in (1 << 27, 200):  # bytes of A at a time
-            _sharded_rows._plans.clear()
-            _sharded_rows.MOST, before = most, _sharded_rows.MOST
+            _sharded_tree._plans.clear()
+            _sharded_tree.MOST, before = most, _sharded_tree.MOST
             want = of_one_process(ts, s)
             state = dora_norm_tree_state(weights)
             for _ in range(3):
                 with Collectives() as seen:
                     c = dora_norm_tree(weights, params, s=s, gather=True)
                     state = dora_norm_tree(weights, params, s=s, state=state, gather=True)
-                runs = len(_sharded_rows._plans[0][1].runs)
-                assert len(_sharded_rows._plans) == 1 and runs == (1 if most > 200 else 3 + (dtype == torch.float64))
+                runs = len(_sharded_tree._plans[0][1].runs)
+                assert len(_sharded_tree._plans) == 1 and runs == (1 if most > 200 else 3 + (dtype == torch.float64))
                 assert sum(seen.count.values()) == 2 * (runs + 1), seen.count
                 assert all(same(c[i], v) and torch.equal(state.c[i], c[i]) for i, v in want.items())
                 kept = torch.cat([torch.ones(1 << 16, device=DEVICE) for _ in range(2)])  # what is gathered next lies elsewhere
@@ -395,7 +395,7 @@ def case_trees_in_even_rows():
             assert same(c["1"], want) and all((c[i] == 5).all() for i in "023")
             with torch.no_grad():
                 cut["1"]["B"].to_local().div_(2)
-            _sharded_rows.MOST = before
+            _sharded_tree.MOST = before
             del kept
     with pytest.raises(FdoraError, match="`state` must"):
         dora_norm_tree(weights, params, s=s, state=dora_norm_tree_state({"0": weights["0"]}), gather=True)

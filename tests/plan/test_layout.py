@@ -9,8 +9,8 @@ from fdora.jobs.plan import Adapter, Card, Part, Profile, Setup, capacity, card,
 from fdora.jobs.plan.__main__ import main, read_adapters
 from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.layout import stages_of
+from fdora.jobs.plan.model import LINEARS, OPTIMIZERS
 from fdora.jobs.plan.record import Kernel, pieces
-from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS
 
 for package in ("transformers", "triton"):
     pytest.importorskip(package, reason="a plan records with it; `make test` installs it")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fdora.integrations import _tree, _units
+from fdora.integrations import _table, _tree
 from fdora.integrations.peft import use_fdora
 from tests import device
 from tests.triton.changes import adapted
@@ -126,9 +126,9 @@ def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):
     """The kernels read pointers from a table: of gathered A that lie elsewhere by now, and of another model of the same shapes."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from fdora.functional import _sharded_rows, dora_norm, dora_norm_tree, dora_norm_tree_state
+    from fdora.functional import _sharded_tree, dora_norm, dora_norm_tree, dora_norm_tree_state
 
-    held, gather = [], _sharded_rows.RowsPlan.gather
+    held, gather = [], _sharded_tree.RowsPlan.gather
 
     def elsewhere(*args):
         held.append(gather(*args))
@@ -137,7 +137,7 @@ def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):
     def there(*args):
         return [old.copy_(new) for old, new in zip(held[0], gather(*args), strict=True)]
 
-    monkeypatch.setattr(_sharded_rows.RowsPlan, "gather", elsewhere)
+    monkeypatch.setattr(_sharded_tree.RowsPlan, "gather", elsewhere)
 
     def made(seed):
         draw = torch.Generator().manual_seed(seed)
@@ -162,7 +162,7 @@ def test_a_plan_of_rows_follows_its_tensors(mesh, monkeypatch):
                 tensors[i][1].mul_(2)
             state = check(*model, state)
     assert len({each[0].data_ptr() for each in held}) > 4
-    monkeypatch.setattr(_sharded_rows.RowsPlan, "gather", there)
+    monkeypatch.setattr(_sharded_tree.RowsPlan, "gather", there)
     for model in models:
         check(*model)
 
@@ -183,13 +183,13 @@ def test_no_compiler_looks_into_a_unit(model, mesh, monkeypatch):
     if device.NAME == "cpu":  # plain torch: Dynamo would trace the interpreter of kernels as well
         monkeypatch.setattr(_dispatch, "_forced", "auto")
         monkeypatch.setattr(norms, "select_backend", lambda W: SimpleNamespace(name="triton"))
-    traced, part_of = [], _units.Unit.part_of
+    traced, part_of = [], _table.Unit.part_of
 
     def part(*args):
         traced.append(bool(torch._C._dynamo.eval_frame.get_eval_frame_callback()))
         return part_of(*args)
 
-    monkeypatch.setattr(_units.Unit, "part_of", part)
+    monkeypatch.setattr(_table.Unit, "part_of", part)
     model = use_fdora(model.float())
     alone = use_fdora(copy.deepcopy(model))
     for block in [m for m in model.modules() if isinstance(m, Block)]:

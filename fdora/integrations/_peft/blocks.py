@@ -128,11 +128,7 @@ class VitBlock(Exchanged):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is the model's own class: nothing waits for its layers."""
-        return blank, (self.STOCK,), self.__dict__
-
-
-def blank(stock: Any) -> Any:
-    return stock.__new__(stock)
+        return object.__new__, (self.STOCK,), self.__dict__
 
 
 def half(block: Any, branch: Branch, x: Tensor, args: tuple, kwargs: dict[str, Any], pair: bool) -> Tensor:
@@ -180,11 +176,8 @@ def tail_of(inner: Any, scale: Any) -> Tail | None:
 
 def last_layers(inner: Any) -> list[Any]:
     """The layers of PEFT right below, those with a tail."""
-    return [each for each in inner._modules.values() if isinstance(each, Layer) and has_tail(each)]
-
-
-def has_tail(layer: Any) -> bool:
-    return any([variant.tail is not None for variant in ours(layer)])
+    layers = [each for each in inner._modules.values() if isinstance(each, Layer)]
+    return [layer for layer in layers if any([variant.tail is not None for variant in ours(layer)])]
 
 
 def give_tail(block: Any, branch: Branch) -> bool:

@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from fdora._records import DropoutMode
+from fdora._records import DropoutMode, acc_dtype
 from fdora.functional import DoraParams, dora_linear_multi, dora_stack, select_backend
 from fdora.integrations._hook import hooked
 from fdora.integrations._peft.dora import Dora, paused
@@ -151,14 +151,15 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
     calls = [each.call for each in members if each.call is not None]
     if not calls:
         return next((each for each in found.values() if isinstance(each, str)), "no DoRA adapter in the batch")
-    W, bias, dtype = calls[0].W, calls[0].bias, calls[0].dtype
+    first = calls[0]
+    W, dtype = first.W, first.dtype
     for each in found.values():
         why = each if isinstance(each, str) else unfit(x, W, *each.params, dtype)
         if why:
             return why
     ids = torch.tensor([used.index(name) if name in found else -1 for name in names], device=x.device)
     ids = ids.view(-1, *[1] * (x.dim() - 2)).expand(x.shape[:-1])
-    wide = torch.promote_types(W.dtype, torch.float32)
+    wide = acc_dtype(W.dtype)
     c = torch.stack([params.m.to(wide) if call is None else call.norm() for params, _, call in members])
     for call in calls:
         call.tally()
@@ -169,10 +170,10 @@ def mixed(module: Any, x: Tensor, names: Any) -> Tensor | str:
         s=[each.s for each in members],
         ids=ids,
         norm=c,
-        bias=bias,
+        bias=first.bias,
         ranks=[each.params.A.shape[0] for each in members],
-        compute=calls[0].compute,
-        grad_compute=calls[0].compute and calls[0].variant.grad_compute,
+        compute=first.compute,
+        grad_compute=first.compute and first.variant.grad_compute,
     )
     return y if dtype is None else y.to(x.dtype)
 

@@ -33,8 +33,11 @@ def body(code: CodeType) -> tuple[Any, ...]:
 
 
 def how_of(function: Any, known: Sequence[tuple[Any, Any]]) -> Any:
-    """What stands beside the form that a function is written in; None where it is none of these."""
-    return next((how for form, how in known if is_written(function, form)), None)
+    """What stands beside the form that a function is written in; None where it is none of these. They have the bytecode, the
+    constants (a docstring is the first of them) and the defaults in common."""
+    code = code_of(function)
+    forms = () if code is None else known
+    return next((how for form, how in forms if all_of(function, code) == all_of(form, form.__code__)), None)
 
 
 def beneath(function: Any) -> Any:
@@ -52,13 +55,7 @@ def wrappers() -> tuple[CodeType, ...]:
     return () if made is None else tuple(code for code in nested(made) if "forward" in code.co_freevars)
 
 
-def is_written(function: Any, known: Any) -> bool:
-    """Whether a function has the bytecode, the constants (a docstring is the first of them) and the defaults of a known one."""
-    code = code_of(function)
-    return code is not None and all_of(function, code) == all_of(known, known.__code__)
-
-
-def all_of(function: Any, code: CodeType) -> tuple[Any, ...]:
+def all_of(function: Any, code: Any) -> tuple[Any, ...]:
     defaults = getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)
     return body(code), code.co_consts[1:], *defaults
 

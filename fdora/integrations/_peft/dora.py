@@ -21,7 +21,7 @@ from peft.tuners.lora import dora
 from torch import Tensor, nn
 
 from fdora._plain import Route
-from fdora._records import DropoutMode
+from fdora._records import DropoutMode, acc_dtype
 from fdora._torch import is_traced, jit_tracing
 from fdora.functional import dora_norm, dora_scale, select_backend
 from fdora.functional.prepared import attached
@@ -136,7 +136,7 @@ class Dora:
             if not torch.compiler.is_compiling():
                 self.kept.drop()
         c = self.with_gradient(c, w.W, w.A, w.B, s)
-        g = dora_scale(w.m, c).to(torch.promote_types(result.dtype, torch.float32))
+        g = dora_scale(w.m, c).to(acc_dtype(result.dtype))
         if bias is None:
             return g, None
         g = torch.where(c == 0, 0, g)  # such a row is its bias; a large g would cancel against 1 - g

@@ -126,16 +126,16 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     found = _plain.follow(layers, PEFT, alone)
     if found is None or dispatch_modes() or jit_tracing() or getattr(dora, "ENABLE_DORA_CACHING", False):
         return None
-    how, autocast = found[0][0].route.how, (any_autocast() or x.is_mps) and autocast_on(x)
+    first, autocast = found[0][0], (any_autocast() or x.is_mps) and autocast_on(x)
+    how, norms = first.route.how, first.kept.norms
     codes = codes_of(found, x.dtype) if how.codes else ()
     if codes is None or (len(found) > 1 and any([each[0].route.how != how for each in found])):
         return None
     if codes:
         found = [each[:7] for each in found]
-        if not found[0][0].detach:
+        if not first.detach:
             check_detach("use_fdora", codes[0])
     cast = x.to(torch.get_autocast_dtype(x.device.type)) if autocast and x.dtype != torch.float64 else x
-    norms = found[0][0].kept.norms
     given = None if norms is None else norms.with_norms(cast, found, codes)
     if given is None and (given := with_own_norms(x, cast, calls_of(found, codes, how), act)) is None:
         return None
@@ -143,7 +143,7 @@ def ready(layers: tuple[Any, ...], x: Tensor, alone: bool = True, act: str = "")
     saved: tuple[bool, ...] = ()
     scalars: tuple[float, ...] = ()
     keep_inner, grad, at = False, torch.is_grad_enabled(), 1
-    full = len(found) == 1 and not act and not found[0][0].detach  # one node takes the gradient through the norm on
+    full = len(found) == 1 and not act and not first.detach  # one node takes the gradient through the norm on
     for variant, s, W, A, B, m, _ in found:
         if W.requires_grad or m is None:
             return None

@@ -60,15 +60,11 @@ def function_name(f: Any) -> str | None:
     return "silu" if f is F.silu else "gelu" if f is F.gelu else None
 
 
-def known_activations() -> dict[tuple[Any, Any], str]:
-    """Classes with their forward, which somebody may replace: the activation, or the attribute that says which."""
-    named = {"SiLUActivation": "silu", "NewGELUActivation": "gelu_tanh", "GELUActivation": "act", "GELUTanh": "act"}
-    found = [(getattr(activations, name, None), how) for name, how in named.items()]  # not all in every transformers
-    found += [(nn.SiLU, "silu"), (nn.GELU, "approximate")]
-    return {(kind, kind.forward): how for kind, how in found if kind is not None}
-
-
-ACTS = known_activations()
+# Classes with their forward, which somebody may replace: the activation, or the attribute that says which.
+NAMED = {"SiLUActivation": "silu", "NewGELUActivation": "gelu_tanh", "GELUActivation": "act", "GELUTanh": "act"}
+KINDS: list[Any] = [(getattr(activations, name, None), how) for name, how in NAMED.items()]
+KINDS += [(nn.SiLU, "silu"), (nn.GELU, "approximate")]
+ACTS = {(kind, kind.forward): how for kind, how in KINDS if kind is not None}  # not all in every transformers
 
 
 @cache

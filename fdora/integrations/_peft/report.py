@@ -58,19 +58,19 @@ class Row(NamedTuple):
     saved: int
     """Bytes that each stock forward takes for B A, s B A, W + s B A, a quantised W made dense for the norm and, in linear
     layers, the identity; and ours does not."""
-    layout: Layout | None = None
+    layout: Layout | None
     """What ``Report.explain`` reads: dtypes, what is trained; None for what is no linear layer."""
-    weight: str = ""
+    weight: str
     """How the base weight is stored, as a ``QuantWeight`` names it ("nf4"), or as its class does; empty where it is dense."""
-    p: float = 0.0
+    p: float
     """``lora_dropout``; 0 where the layer has none or does not use it."""
-    dropout_mode: str = "peft"
+    dropout_mode: str
     """What that means; see :func:`use_fdora`."""
-    compute: str | None = None
+    compute: str | None
     """As :func:`use_fdora` was asked."""
-    codes: int = 0
+    codes: int
     """How many of the fused calls multiplied 8-bit codes."""
-    why_decoded: str = ""
+    why_decoded: str
     """Why, with ``compute``, the last call did not."""
 
 

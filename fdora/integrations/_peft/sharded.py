@@ -34,8 +34,15 @@ class Leaf(NamedTuple):
     """Whether calling ``part`` gathers the weight, and nothing else does. FSDP2 makes a unit of the part itself."""
 
     def weight(self) -> Tensor:
-        weight: Any = fetch(self.part, self.inner) if self.gathered else self.inner.weight
-        return weight
+        """Of a unit of FSDP with a gradient that the unit reduces."""
+        inner: Any = self.inner
+        if not self.gathered:
+            return inner.weight
+        inner.__dict__["forward"] = lambda: inner.weight.clone()
+        try:
+            return self.part()
+        finally:
+            del inner.__dict__["forward"]
 
 
 def modules_of(module: Any, name: str) -> tuple[Any, Any, Any]:
@@ -78,16 +85,6 @@ def inside(part: nn.Module, kind: Any) -> nn.Module | None:
         return None
     inner: nn.Module = part.module
     return inner if type(inner) is kind and not listened(inner) else None
-
-
-def fetch(unit: nn.Module, inner: Any) -> Tensor:
-    """The weight of a unit of FSDP, with a gradient that the unit reduces."""
-    inner.__dict__["forward"] = lambda: inner.weight.clone()
-    try:
-        weight: Tensor = unit()
-    finally:
-        del inner.__dict__["forward"]
-    return weight
 
 
 def gathers(model: nn.Module) -> tuple[int, int]:

@@ -44,16 +44,17 @@ def register_module(stock: Any, self: Any, module_name: str, module: Any) -> Non
     if home != "vllm.lora.layers" or file not in LINEAR or (sharded and module.tp_size > 1) or not in_place:
         return
     B = module.lora_b_stacked
+    first, slots, device = B[0], len(B[0]), B[0].device
     if not hasattr(self, "fdora_slots"):
-        self.fdora_slots = Slots(len(B[0]), B[0].device)
-    module.g_stacked = torch.ones(len(B[0]), sum(each.shape[2] for each in B), device=B[0].device)
+        self.fdora_slots = Slots(slots, device)
+    module.g_stacked = torch.ones(slots, sum(each.shape[2] for each in B), device=device)
     module.slots_hold, module.slots_idle = self.fdora_slots.holds, self.fdora_slots.idle
     module.low = [] if sharded or getattr(module, "_enable_aux_cuda_stream", False) else low_of(module)
     kind: Any = type(module)
     module.__class__ = served(kind)
-    none = torch.full((len(B[0]) + 1,), -1, dtype=torch.int32, device=B[0].device)
+    none = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
     for M in LENGTHS if module.low else ():  # compiles the kernel: a capture must not
-        z, h = B[0].new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, B[0].shape[3], dtype=torch.float32)
+        z, h = first.new_zeros(M, module.g_stacked.shape[1]), none.new_zeros(len(B), M, first.shape[3], dtype=torch.float32)
         for bias in (None, getattr(module.base_layer, "bias", None)):
             given = z, module.g_stacked, module.slots_hold, bias, none.new_zeros(M)
             scale_slots(*given, low=[h, *module.low], tables=[none] * 4, idle=module.slots_idle, no_lora=None)

@@ -89,14 +89,15 @@ def of_job(each: TrainJob, a: int, course: Course) -> str:
 
 
 FN = "train"
-WHOLE: dict[str, Any] = {"model": str, "output": str, "dtype": str, "device": str, "dropout_mode": str, "jobs": dict}
+Table = dict[str, Any]
+WHOLE: Table = {"model": str, "output": str, "dtype": str, "device": str, "dropout_mode": str, "jobs": dict}
 WHOLE |= dict.fromkeys(("capacity", "every", "seed", "stages"), int)
 OF_OPTIMIZER = {"lr": (int, float), "clip": (int, float), "betas": list, "eps": float, "weight_decay": (int, float)}
 OF_JOB = {"batch": int, "epochs": int, "steps": int, "seed": int, "evaluate": int}
 EACH = {"data": str, "evaluation": str, "adapter": dict} | OF_OPTIMIZER | OF_JOB
 
 
-def read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str) -> Table:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
@@ -111,7 +112,7 @@ def read_toml(path: str) -> dict[str, Any]:
     return found
 
 
-def check_table(arg: str, found: Any, known: dict[str, Any], needed: Iterable[str]) -> None:
+def check_table(arg: str, found: Any, known: Table, needed: Iterable[str]) -> None:
     """Its names and their types."""
     if not isinstance(found, dict):
         raise fail(FN, arg, "a table", repr(found)[:60], "fdora train --help has an example.")
@@ -158,18 +159,18 @@ def sample_of(arg: str, line: Any, tokenizer: Any) -> dict[str, list[int]]:
     return {"input_ids": prompt + rest, "labels": [IGNORED] * len(prompt) + rest}
 
 
-def jobs_of(found: dict[str, Any], tokenizer: Any) -> list[TrainJob]:
+def jobs_of(found: Table, tokenizer: Any) -> list[TrainJob]:
     jobs = []
     for name, each in found["jobs"].items():
-        how: dict[str, Any] = {key: tuple(v) if key == "betas" else v for key, v in each.items() if key in OF_OPTIMIZER}
-        rest: dict[str, Any] = {key: v for key, v in each.items() if key in OF_JOB}
+        how: Table = {key: tuple(v) if key == "betas" else v for key, v in each.items() if key in OF_OPTIMIZER}
+        rest: Table = {key: v for key, v in each.items() if key in OF_JOB}
         rest |= {key: samples_of(each[key], tokenizer) for key in ("data", "evaluation") if key in each}
         jobs.append(TrainJob(Job(name, **how), **rest))
         check_job(f"jobs.{name}", jobs[-1])
     return jobs
 
 
-def adapted(found: dict[str, Any], values: bool = True) -> Any:
+def adapted(found: Table, values: bool = True) -> Any:
     """The model with a new adapter for each job; without values it is read from its config alone."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -210,7 +211,7 @@ def accepted(name: str) -> Iterator[None]:
         raise fail(FN, f"jobs.{name}.adapter", "what peft.LoraConfig takes", one_line(error), "Look there.") from None
 
 
-def device_of(found: dict[str, Any]) -> torch.device:
+def device_of(found: Table) -> torch.device:
     name = found.get("device", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)

@@ -19,7 +19,7 @@ from fdora.jobs.loop import Work
 from fdora.jobs.loop.step import leaves_of
 from fdora.jobs.plan import Adapter, Card, Memory, Model, Setup, capacity, card, memory, read_model, times
 from fdora.jobs.plan.cost import SPARE
-from fdora.jobs.plan.setup import check_setup
+from fdora.jobs.plan.model import check_setup
 from fdora.jobs.schedule import Spec, schedule, simulate
 from fdora.jobs.schedule.records import Lengths, Microbatch
 from fdora.jobs.schedule.simulate import tokens

@@ -109,8 +109,7 @@ def train(
             if ready.why and links.rank == 0:
                 logger.info("capacity %d: %s", ready.course.schedule.spec.capacity, ready.why)
             waiting, more = list[tuple[Work, Tensor]](), list[TrainJob]()
-            with begun(model, rows, ready, folder, seed, stages, links) as (state, runs):
-                write = partial(write_first, folder, links, runs.whole, rows, notes)
+            with begun(model, rows, ready, folder, seed, stages, links) as (state, runs, write):
                 write(state)  # a place that cannot be written is known before the work
                 for n in progress(range(state.position, len(works)), "microbatches"):
                     if n < state.position:  # it came with the one before
@@ -145,8 +144,8 @@ def train(
 @contextmanager
 def begun(
     model: Any, rows: Sequence[Job], ready: Prepared, folder: str | Path | None, seed: int, stages: int, links: Links
-) -> Iterator[tuple[State, Runs]]:
-    """Where it stands, and what goes on from there."""
+) -> Iterator[tuple[State, Runs, Callable[[State], None]]]:
+    """Where it stands, what goes on from there, and what writes a checkpoint."""
     layers, banks, course, old = ready.layers, ready.banks, ready.course, ready.old
     cut = cut_of(model.get_base_model(), stages)
     make: Any = alone if stages == 1 else partial(staged, cut=cut, links=links)
@@ -156,7 +155,17 @@ def begun(
         runs = make(model, layers, logits, state, course, rows, seed)
         if folder is not None and old:
             state = loaded(folder, state, model, rows, old, keep)
-        yield runs.own(state), runs
+
+        def write(state: State) -> None:
+            """By the first process; the others wait for it."""
+            if folder is not None:
+                state = runs.whole(state)
+                if links.rank == 0:
+                    save(folder, state, rows, ready.notes)
+                if links.sums is not None:
+                    dist.barrier(links.sums)
+
+        yield runs.own(state), runs, write
 
 
 def note(losses: dict[str, list[float]], rows: Sequence[Job], ran: Ran) -> None:
@@ -186,18 +195,6 @@ def stop_of(jobs: Sequence[TrainJob], course: Course, start: int, every: int, jo
         if (n + 1) % every == 0 or judged or (join and due):
             return n + 1
     return len(course.works)
-
-
-def write_first(
-    folder: str | Path | None, links: Links, whole: Callable[[State], State], rows: Sequence[Job], notes: Any, state: State
-) -> None:
-    """By the first process; the others wait for it."""
-    if folder is not None:
-        state = whole(state)
-        if links.rank == 0:
-            save(folder, state, rows, notes)
-        if links.sums is not None:
-            dist.barrier(links.sums)
 
 
 def loaded(folder: str | Path, state: State, model: Any, rows: Sequence[Job], old: Sequence[int], keep: Keep) -> State:

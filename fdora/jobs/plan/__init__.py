@@ -8,8 +8,7 @@ Pure functions of shapes, from records to records; docs/predict.md explains them
 
 from fdora.jobs.plan.cost import Card, Memory, Profile, Time, capacity, card, memory, times
 from fdora.jobs.plan.layout import Layout, Plan, plan
-from fdora.jobs.plan.model import Model, Part, read_model
-from fdora.jobs.plan.setup import Adapter, Setup
+from fdora.jobs.plan.model import Adapter, Model, Part, Setup, read_model
 
 __all__ = [
     "Adapter",

@@ -23,7 +23,7 @@ from fdora.explain_model import ADAPTER, is_file, load
 from fdora.jobs.plan import Memory, Plan, Setup, card, plan, read_model
 from fdora.jobs.plan.cost import SPARE
 from fdora.jobs.plan.layout import Layout
-from fdora.jobs.plan.setup import LINEARS, OPTIMIZERS, WEIGHTS, Adapter
+from fdora.jobs.plan.model import LINEARS, OPTIMIZERS, WEIGHTS, Adapter
 from fdora.predict import GPUS
 
 # of PEFT's config: what trains more, less or something else than A, B and m of one rank on all layers of a name

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdora._check import check_positive, fail
-from fdora.jobs.plan.model import Model, Part
+from fdora.jobs.plan.model import OPTIMIZERS, E, Model, Part, Setup, check_setup
 from fdora.jobs.plan.record import Kernel, pieces, sizes
-from fdora.jobs.plan.setup import OPTIMIZERS, E, Setup, check_setup
 from fdora.predict import GPUS
 
 # Work spaces that cuBLAS allocates through torch on Hopper, 32 MiB each: of the thread of forward, of that of backward, and

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from fdora._check import check_positive, fail
 from fdora.jobs.plan.cost import SPARE, Card, Memory, capacity, card, memory, times
-from fdora.jobs.plan.model import Model, Part
-from fdora.jobs.plan.setup import E, Setup, check_setup
+from fdora.jobs.plan.model import E, Model, Part, Setup, check_setup
 from fdora.jobs.schedule import Sample, simulate
 
 GATHERED = 2  # blocks
@@ -71,45 +70,32 @@ class Plan(NamedTuple):
 def ways(request: Plan) -> list[Layout]:
     """Every layout, with and without ``fuse`` and checkpointing; those that fit first, the fastest first."""
     found = []
-    setup, several = request.setup, len(request.setup.adapters) > 1
-    for fuse in (False,) if several else (False, True):
+    model, setup, _, gpus, tokens, _ = request
+    kinds = [replicas] if gpus == 1 else [replicas, fsdp2] if gpus > model.layers else [replicas, fsdp2, pipeline]
+    for fuse in (False,) if len(setup.adapters) > 1 else (False, True):
         for checkpointing in (False, True):
             one = request._replace(setup=setup._replace(fuse=fuse, checkpointing=checkpointing))
-            found.append(replicas(one))
-            if request.gpus > 1:
-                found.append(fsdp2(one))
-                if request.gpus <= request.model.layers:
-                    found.append(pipeline(one))
+            for of in kinds:
+                kind, held, most, seconds, trained, bubble, stages = of(one)
+                rate = None if seconds is None else trained / seconds
+                fits = held.peak <= request.budget
+                found.append(Layout(kind, gpus, fuse, checkpointing, tokens, held, most, fits, seconds, rate, bubble, stages))
     return sorted(found, key=lambda way: (not way.fits, -(way.tokens_per_second or 0), way.checkpointing, way.memory.peak))
 
 
-def _layout(
-    request: Plan,
-    kind: str,
-    held: Memory,
-    most: int,
-    seconds: float | None,
-    trained: int,
-    bubble: float = 0.0,
-    stages: tuple[int, ...] = (),
-) -> Layout:
-    """``trained``: tokens of a step on all GPUs."""
-    setup, fits = request.setup, held.peak <= request.budget
-    rate = None if seconds is None else trained / seconds
-    return Layout(
-        kind, request.gpus, setup.fuse, setup.checkpointing, request.tokens, held, most, fits, seconds, rate, bubble, stages
-    )
+Way = tuple[Any, ...]
+"""Its kind, memory, capacity, seconds, the tokens of a step on all GPUs, bubble and stages."""
 
 
-def replicas(request: Plan) -> Layout:
+def replicas(request: Plan) -> Way:
     model, setup, card, gpus, tokens, _ = request
     held = memory(model, setup, tokens)
     seconds = times(model, setup, tokens, card.profile).step(setup.microbatches)
     kind, most = "replicas" if gpus > 1 else "one", capacity(model, setup, request.budget)
-    return _layout(request, kind, held, most, seconds, gpus * request.samples)
+    return kind, held, most, seconds, gpus * request.samples, 0.0, ()
 
 
-def fsdp2(request: Plan) -> Layout:
+def fsdp2(request: Plan) -> Way:
     """Parameters, gradients and states of the optimizer in n shards; frozen blocks are gathered, adapters with them."""
     model, setup, card, gpus, tokens, _ = request
     whole = memory(model, setup, tokens)
@@ -122,7 +108,7 @@ def fsdp2(request: Plan) -> Layout:
         time = times(model, setup, tokens, card.profile)
         moved = 2 * (whole.linears + whole.adapters) * (gpus - 1) / gpus / card.profile.gather
         seconds = setup.microbatches * max(time.forward + time.backward + moved, time.host) + time.update
-    return _layout(request, "fsdp2", held, most, seconds, gpus * request.samples)
+    return "fsdp2", held, most, seconds, gpus * request.samples, 0.0, ()
 
 
 def stages_of(layers: int, gpus: int, head: float) -> tuple[int, ...]:
@@ -133,7 +119,7 @@ def stages_of(layers: int, gpus: int, head: float) -> tuple[int, ...]:
     return (*(base + (s < more) for s in range(gpus - 1)), last)
 
 
-def pipeline(request: Plan) -> Layout:
+def pipeline(request: Plan) -> Way:
     """One set of microbatches goes through all stages: as many as all replicas would have."""
     model, setup, card, gpus, tokens, _ = request
     layers = times(model, setup, tokens, card.profile, Part(model.layers, False, False))
@@ -160,7 +146,7 @@ def pipeline(request: Plan) -> Layout:
         )
         seconds, bubble = line.time + max(time.update for time in each), line.bubble
     worst = max(held, key=lambda memory: memory.peak)
-    return _layout(request, "pipeline", worst, most, seconds, count * tokens, bubble=bubble, stages=stages)
+    return "pipeline", worst, most, seconds, count * tokens, bubble, stages
 
 
 def _plain(value: Any) -> Any:

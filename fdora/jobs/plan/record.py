@@ -26,8 +26,7 @@ from fdora.functional.act import gated_act
 from fdora.functional.backend import RECORDED
 from fdora.functional.explain import kernels_of
 from fdora.functional.layer import parts
-from fdora.jobs.plan.model import ATTENTION, MLP, Model, Part, config_of
-from fdora.jobs.plan.setup import WEIGHTS, Adapter, E, Setup
+from fdora.jobs.plan.model import ATTENTION, MLP, WEIGHTS, Adapter, E, Model, Part, Setup, config_of
 from fdora.quant import QuantWeight, quantize
 
 aten = torch.ops.aten

@@ -22,22 +22,23 @@ from fdora._check import check_positive, fail
 from fdora.jobs.schedule.records import Microbatch, Sample, Spec, check_spec, load, tokens_of
 
 Batch = tuple[int, int]  # adapter, batch
+Places = dict[Batch, list[int]]  # the positions of each batch
 
 
 def batches_of(microbatch: Iterable[Sample]) -> set[Batch]:
     return {(sample.adapter, sample.batch) for sample in microbatch}
 
 
-def places(microbatches: Sequence[Iterable[Sample]]) -> dict[Batch, list[int]]:
+def places(microbatches: Sequence[Iterable[Sample]]) -> Places:
     """The positions of each batch."""
-    found: dict[Batch, list[int]] = {}
+    found: Places = {}
     for p, microbatch in enumerate(microbatches):
         for batch in batches_of(microbatch):
             found.setdefault(batch, []).append(p)
     return found
 
 
-def neighbours(found: dict[Batch, list[int]]) -> Iterator[tuple[Batch, Batch]]:
+def neighbours(found: Places) -> Iterator[tuple[Batch, Batch]]:
     """Each batch with the next of its adapter."""
     batches = sorted(found)
     for one, other in pairwise(batches):
@@ -133,7 +134,7 @@ class State(NamedTuple):
     bins: list[list[Sample]]
     loads: list[int]
     position: list[int]  # without what was taken out; in order
-    where: dict[Batch, list[int]]  # the microbatches of each batch
+    where: Places  # the microbatches of each batch
     before: dict[Batch, Batch]
     after: dict[Batch, Batch]
 

@@ -27,6 +27,8 @@ from typing import Any
 from fdora._check import fail
 from fdora.jobs.schedule.records import Microbatch, Packing, Sample, Spec, check_sample, check_spec, load
 
+Filled = tuple[int, int, tuple[int, ...]]  # of a microbatch: multiples, tokens, tokens of each class
+
 
 def available() -> bool:
     return find_spec("scipy") is not None
@@ -175,11 +177,11 @@ def best_set(others: list[Sample], first: Sample, spec: Spec) -> list[Sample]:
     mask = (1 << (min(U * m, sum(each.length for each in [first, *others])) + 1)) - 1
     sums: dict[int, list[int]] = {}  # of each class: what the first 0, 1, 2... of its samples can add up to
     for c, members in classes.items():
-        sums[c] = [1 << (first.length if c == key(first) else 0)]
+        own = sums[c] = [1 << (first.length if c == key(first) else 0)]
         for sample in members:
-            sums[c].append((sums[c][-1] | sums[c][-1] << sample.length) & mask)
+            own.append((own[-1] | own[-1] << sample.length) & mask)
     # (multiples, tokens, tokens of each class) for the classes so far: the most tokens for each stretch of multiples
-    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
+    best: list[Filled] = [(0, 0, ())]
     for c in classes:
         if c == last:  # the most that fits beside the others
             best = [(U, total + n, (*each, n)) for used, total, each in best if (n := most(sums[c][-1], (U - used) * m)) >= 0]
@@ -197,11 +199,11 @@ def best_set(others: list[Sample], first: Sample, spec: Spec) -> list[Sample]:
 STRETCHES = 64  # of the capacity, of each of which one sum is remembered: all where multiples are no shorter
 
 
-def grown(best: list[tuple[int, int, tuple[int, ...]]], reach: int, spec: Spec) -> list[tuple[int, int, tuple[int, ...]]]:
+def grown(best: list[Filled], reach: int, spec: Spec) -> list[Filled]:
     """``best`` with one of the sums in ``reach`` added to each."""
     m, U = spec.multiple, spec.units
     wide = -(-U // STRETCHES)
-    found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+    found: dict[int, Filled] = {}
     for high in range(0, U + 1, wide):
         n = most(reach, high * m)
         u = -(-n // m)

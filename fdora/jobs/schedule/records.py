@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,10 +91,10 @@ class Schedule(NamedTuple):
     def bound(self) -> int:
         """No schedule of these samples has fewer microbatches: by what one can hold, and by what each adapter waits."""
         m, U = self.spec.multiple, self.spec.units
-        tokens: dict[tuple[int, int], int] = {}
+        tokens = Counter[tuple[int, int]]()
         for each in self.microbatches:
             for sample in each:
-                tokens[sample[:2]] = tokens.get(sample[:2], 0) + sample.length
+                tokens[sample[:2]] += sample.length
         chains: dict[int, int] = {}  # from the first microbatch of an adapter to its last
         for (adapter, _), n in tokens.items():
             between = self.spec.depth - 1 if adapter in chains else 0

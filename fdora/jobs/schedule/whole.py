@@ -150,7 +150,7 @@ def schedule(lengths: Lengths, spec: Spec, *, groups: Iterable[Iterable[int]] | 
     if faults:
         raise RuntimeError(f"a bug in fdora.jobs.schedule, please report it with the lengths: {faults[0]}")
     packed = tuple(
-        Packed(tuple(sorted({order[s.adapter] for s in samples})), len(p.microbatches), p.bound, p.remainder, p.method, p.why)
+        Packed(tuple(sorted({order[s.adapter] for s in samples})), len(p.microbatches), *p[1:])
         for samples, p in zip(rounds, packings, strict=True)
     )
     planned = tuple(tuple(sorted(order[a] for a in group)) for group in chosen)
