@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fdora.functional import DoraLayer, dora_mlp, dora_norm
-from fdora.triton.runtime import family, walk
+from fdora.functional import DoraLayer, dora_norm
 from tests import device
 from tests.checks.mlp import ACTS
 from tests.make import tensors
@@ -60,29 +59,3 @@ def test_a_bound_mlp_keeps_what_one_call_keeps(biased):
     for want, have in zip(saved.apart(), got, strict=True):
         for a, b in zip(want, have, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b
-
-
-@pytest.mark.parametrize(("act", "more"), [("silu", {}), ("gelu", {"dropout_p": 0.3, "seed": [1, 2, 3]})])
-def test_dz_of_gate_and_up_in_one_pass(act, more, monkeypatch):
-    """As the activation's pass and that of each layer form them; columns that left nothing in gate or in up too."""
-    from fdora.triton import mlp
-
-    layers = inputs(200, HALF[0], HALF[0], ((136, 72, 24), (136, 72, 8), (40, 136, 16)))
-    for lost, t in zip((3, 130, 7), layers, strict=True):
-        t["m"][lost] = 0
-    leaves = [t.requires_grad_() for t in (layers[0]["x"], *(t[n] for t in layers for n in "ABm"))]
-    dy = torch.randn(200, 40, device=device.NAME, dtype=HALF[0])
-
-    def grads(together):
-        monkeypatch.setattr(mlp, "forms_dz_of_both", together)
-        monkeypatch.setattr(walk, "_plans", {})
-        monkeypatch.setattr(family, "_families", {})
-        y = dora_mlp(leaves[0], *(packed(t, False) for t in layers), act=act, backend="triton", **more)
-        return torch.autograd.grad(y, leaves, dy), {
-            step.kernel.__name__ for plan in walk._plans.values() for step in plan.steps if hasattr(step, "kernel")
-        }
-
-    (found, kernels), (expected, others) = grads(mlp.forms_dz_of_both), grads(lambda *_: False)
-    assert "multi_gated_kernel" in kernels and "act_bwd_kernel" in others - kernels
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
