@@ -3,27 +3,13 @@
 import pytest
 import torch
 
-from fdora.functional import DoraLayer, dora_norm
+from fdora.functional import dora_norm
 from tests import device
 from tests.checks.mlp import ACTS
 from tests.make import tensors
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
-
-
-def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
-    layers = [
-        tensors(N, K, r, (M,), dtype, adapter, kind, si, seed=i)
-        for i, ((N, K, r), si) in enumerate(zip(shapes, s, strict=True))
-    ]
-    for t in layers:
-        t["c"] = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
-    return [t | {"x": layers[0]["x"]} for t in layers]
-
-
-def packed(t, biased):
-    return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, t["c"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,13 +34,16 @@ def test_a_bound_mlp_keeps_what_one_call_keeps(biased):
     from fdora._records import Dropout, Operands, Options
     from fdora.triton.mlp import mlp_bound, mlp_fwd
 
-    layers = inputs(8, HALF[0], torch.float32, [(40, 24, 8), (40, 24, 8), (24, 40, 8)])
-    x, each = layers[0]["x"], zip(layers, biased, strict=True)
-    operands = [Operands(*(t[n] for n in "WABmc"), t["bias"] if has else None, None) for t, has in each]
+    shapes, operands = ((40, 24, 8), (40, 24, 8), (24, 40, 8)), []
+    layers = [tensors(N, K, r, (8,), HALF[0], torch.float32, seed=i) for i, (N, K, r) in enumerate(shapes)]
+    for t, has in zip(layers, biased, strict=True):
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+        operands.append(Operands(*(t[n] for n in "WABm"), c, t["bias"] if has else None, None))
+    x = layers[0]["x"]
     call = [Options(t["s"], "output") for t in layers], Dropout(0.0, "lora")
-    tensors = (x, *(t for la in operands for t in la))
+    flat = (x, *(t for la in operands for t in la))
     y, saved, _ = mlp_fwd(x, operands, *call, "silu")
-    (bound_y,), *got = mlp_bound(tensors, *call, "silu")(tensors)
+    (bound_y,), *got = mlp_bound(flat, *call, "silu")(flat)
     assert torch.equal(bound_y, y)
     for want, have in zip(saved.apart(), got, strict=True):
         for a, b in zip(want, have, strict=True):
