@@ -4,8 +4,6 @@ import torch
 
 from tests import device, reference
 
-KINDS = ("plain", "zero_rows", "zero_m", "cancelling", "negative_m")
-
 
 def tensors(N=6, K=5, r=2, lead=(4,), dtype=torch.float64, adapter=None, kind="plain", s=0.7, spread=0.05, seed=0):
     """x, W, A, B, m, bias and s. std of g - 1 is ``spread``."""

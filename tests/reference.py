@@ -117,22 +117,3 @@ def experts(x, W, A, B, m, s, ends, bias=None, c=None):
         extra = [None if v is None else v[e] for v in (bias, c)]
         rows.append(dora(x[t], W[e], A[e], B[e], m[e], s, *extra))
     return torch.stack(rows) if rows else x.new_zeros(0, W.shape[1], dtype=torch.float64)
-
-
-def routed(ids, gates, of):
-    """The sum over a token's experts of gate times ``of(token, expert)``, token by token; -1 is nobody."""
-    rows = []
-    for t, its in enumerate(ids.reshape(ids.shape[0], -1).tolist()):
-        parts = [gates.reshape(ids.shape[0], -1)[t, j].double() * of(t, e) for j, e in enumerate(its) if e >= 0]
-        rows.append(sum(parts) if parts else 0 * of(t, 0).detach())
-    return torch.stack(rows)
-
-
-def gated(z, act):
-    """f(gate) up of one row (2 F,), in float64."""
-    if act == "gpt_oss":
-        gate, up = z[::2].clamp(max=7.0), z[1::2].clamp(-7.0, 7.0)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    gate, up = z.chunk(2)
-    f = torch.nn.functional
-    return {"silu": f.silu, "gelu": f.gelu, "gelu_tanh": lambda v: f.gelu(v, approximate="tanh")}[act](gate) * up

@@ -8,7 +8,6 @@ from tests.close import assert_exact
 from tests.make import tensors
 
 S = 0.7
-ENDS = ([3, 3, 7], [0, 0, 7], [7, 7, 7], [1, 4, 5], [0, 0, 0])  # an expert without tokens; tokens without an expert
 
 
 def mixture(E=3, N=6, K=5, r=2, T=7, dtype=torch.float64, adapter=None, spread=0.05):

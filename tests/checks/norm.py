@@ -9,8 +9,6 @@ from tests import device, reference
 from tests.close import rel_l2
 from tests.make import grads, tensors, tracked
 
-SHAPES = ((6, 5, 2), (1, 1, 1), (33, 17, 24), (7, 130, 8), (130, 7, 1))
-
 
 def holds_its_budget_in_any_tile():
     """Small budgets cut rows and columns; the number stays."""

@@ -108,14 +108,6 @@ def any_layout(backend, dtype):
     assert not moved(W, unaligned, B, state, backend)[1]
 
 
-def a_small_budget_changes_nothing(backend, dtype):
-    W, A, B = inputs(dtype, N=300, K=2000, r=4)
-    state = dora_norm(W, A, B, s=S, state=dora_norm_state(W), backend=backend, max_bytes=12_000)
-    assert torch.equal(state.c, dora_norm(W, A, B, s=S, backend=backend, max_bytes=12_000))
-    again = dora_norm(W + 1, A, B, s=S, state=state, backend=backend, max_bytes=12_000)
-    assert torch.equal(again.c, state.c)
-
-
 def traced_and_mapped(backend, dtype):
     W, A, B = inputs(dtype)
     call = torch.compile(lambda A, B, state: dora_norm(W, A, B, s=S, state=state, backend=backend), fullgraph=True)
@@ -162,7 +154,6 @@ CHECKS = [
     any_change_is_seen,
     an_optimizer_step_is_seen,
     any_layout,
-    a_small_budget_changes_nothing,
     traced_and_mapped,
     a_captured_graph_decides_on_the_gpu,
 ]

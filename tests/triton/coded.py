@@ -70,12 +70,3 @@ def weight_of(form, N, K, dtype=FP32):
 def compute_of(form):
     """In which dtype HQQ decodes."""
     return getattr(torch, form.code.partition(".")[2])
-
-
-def fits(form, N, K):
-    """Whether there is such a weight: of whole bytes or words, and of HQQ of whole groups and an even number of rows."""
-    if not isinstance(form, Ints):
-        return isinstance(form, Codes8) or form.layout == "flat" or K % 2 == 0
-    if form.code.startswith("hqq"):
-        return K % form.group == 0 and N * form.bits % 8 == 0
-    return N % 8 == 0 if form.code == "awq" else K % form.per == 0

@@ -3,28 +3,13 @@
 import pytest
 import torch
 
-from fdora.functional import DoraLayer, dora_mlp, dora_norm
-from fdora.triton.runtime import family, walk
+from fdora.functional import dora_norm
 from tests import device
 from tests.checks.mlp import ACTS
 from tests.make import tensors
 from tests.triton.marks import DTYPES, HALF, INTERPRETED, needs_kernels  # noqa: F401
 
 pytestmark = needs_kernels
-
-
-def inputs(M, dtype, adapter, shapes, s=(0.7, 0.7, 0.7), kind="plain"):
-    layers = [
-        tensors(N, K, r, (M,), dtype, adapter, kind, si, seed=i)
-        for i, ((N, K, r), si) in enumerate(zip(shapes, s, strict=True))
-    ]
-    for t in layers:
-        t["c"] = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
-    return [t | {"x": layers[0]["x"]} for t in layers]
-
-
-def packed(t, biased):
-    return DoraLayer(t["W"], t["A"], t["B"], t["m"], t["s"], t["bias"] if biased else None, t["c"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,40 +34,17 @@ def test_a_bound_mlp_keeps_what_one_call_keeps(biased):
     from fdora._records import Dropout, Operands, Options
     from fdora.triton.mlp import mlp_bound, mlp_fwd
 
-    layers = inputs(8, HALF[0], torch.float32, [(40, 24, 8), (40, 24, 8), (24, 40, 8)])
-    x, each = layers[0]["x"], zip(layers, biased, strict=True)
-    operands = [Operands(*(t[n] for n in "WABmc"), t["bias"] if has else None, None) for t, has in each]
+    shapes, operands = ((40, 24, 8), (40, 24, 8), (24, 40, 8)), []
+    layers = [tensors(N, K, r, (8,), HALF[0], torch.float32, seed=i) for i, (N, K, r) in enumerate(shapes)]
+    for t, has in zip(layers, biased, strict=True):
+        c = dora_norm(t["W"], t["A"], t["B"], s=t["s"], backend="eager")
+        operands.append(Operands(*(t[n] for n in "WABm"), c, t["bias"] if has else None, None))
+    x = layers[0]["x"]
     call = [Options(t["s"], "output") for t in layers], Dropout(0.0, "lora")
-    tensors = (x, *(t for la in operands for t in la))
+    flat = (x, *(t for la in operands for t in la))
     y, saved, _ = mlp_fwd(x, operands, *call, "silu")
-    (bound_y,), *got = mlp_bound(tensors, *call, "silu")(tensors)
+    (bound_y,), *got = mlp_bound(flat, *call, "silu")(flat)
     assert torch.equal(bound_y, y)
     for want, have in zip(saved.apart(), got, strict=True):
         for a, b in zip(want, have, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b
-
-
-@pytest.mark.parametrize(("act", "more"), [("silu", {}), ("gelu", {"dropout_p": 0.3, "seed": [1, 2, 3]})])
-def test_dz_of_gate_and_up_in_one_pass(act, more, monkeypatch):
-    """As the activation's pass and that of each layer form them; columns that left nothing in gate or in up too."""
-    from fdora.triton import mlp
-
-    layers = inputs(200, HALF[0], HALF[0], ((136, 72, 24), (136, 72, 8), (40, 136, 16)))
-    for lost, t in zip((3, 130, 7), layers, strict=True):
-        t["m"][lost] = 0
-    leaves = [t.requires_grad_() for t in (layers[0]["x"], *(t[n] for t in layers for n in "ABm"))]
-    dy = torch.randn(200, 40, device=device.NAME, dtype=HALF[0])
-
-    def grads(together):
-        monkeypatch.setattr(mlp, "forms_dz_of_both", together)
-        monkeypatch.setattr(walk, "_plans", {})
-        monkeypatch.setattr(family, "_families", {})
-        y = dora_mlp(leaves[0], *(packed(t, False) for t in layers), act=act, backend="triton", **more)
-        return torch.autograd.grad(y, leaves, dy), {
-            step.kernel.__name__ for plan in walk._plans.values() for step in plan.steps if hasattr(step, "kernel")
-        }
-
-    (found, kernels), (expected, others) = grads(mlp.forms_dz_of_both), grads(lambda *_: False)
-    assert "multi_gated_kernel" in kernels and "act_bwd_kernel" in others - kernels
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())

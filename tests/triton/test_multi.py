@@ -28,7 +28,6 @@ SHAPES = {
     ),  # one rank is a whole step, of which backward looks at nothing where h is finite
 }
 S = (0.7, -1.5, 2.0, 1.0)
-CLOSE = 2 * torch.finfo(HALF[0]).eps  # a few roundings, one after the other
 
 
 def drawn(shape, dtype, adapter=None, route="offsets", bias=True):

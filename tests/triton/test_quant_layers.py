@@ -30,7 +30,6 @@ from tests.triton.written import HOPPER, alike, ints_of_codes, kernels, layer, l
 
 HALF, FP32 = torch.float16, torch.float32
 S = 0.7
-EPS = torch.finfo(HALF).eps
 FEW, MANY = 5, LIMIT + 3
 
 

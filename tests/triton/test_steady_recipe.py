@@ -110,11 +110,6 @@ def meaning(model):
     use_fdora(model, fuse=True, dropout_mode="lora")
 
 
-def codes_written(model):
-    for base in bases(model):
-        base.weight.data.copy_(base.weight.data.float().mul(-1).to(base.weight.dtype))
-
-
 def codes_versioned(model):
     with torch.no_grad():
         for base in bases(model):

@@ -132,6 +132,7 @@ WAYS = {
     "full DoRA by tma, apart": By(
         "group", "norm_tokens_kernel", OF_HALF, FULL | WHOLE | {"ranks": (136,), "largest": 200}, True, 3
     ),
+    "gate and up in one pass": By("mlp", "multi_gated_kernel", {}, HALF | {"tokens": 97, "kinds": ("zero_m",)}, count=6),
     "autocast": By("group", "copy_kernel", {}, AUTOCAST),
     "autocast of few tokens": By("linear", "small_kernel", {}, AUTOCAST | {"tokens": 8}),
     "autocast of codes": By("linear", "dequantize_kernel", {}, AUTOCAST | {"tokens": 70, "codes": True}, count=4),
@@ -234,6 +235,13 @@ FAULTS = [
     ),
     ("codes by pointers", "s = _scale_of(tl.max(largest, axis=0))", "s = _scale_of(tl.max(largest, axis=0) * 1.03)"),
     ("codes by tma", "v *= vector(by, k, K)", "v *= 1.0"),
+    ("gate and up in one pass", "sum_up += d_up * u", "sum_up += d_up * z"),
+    ("gate and up in one pass", "exact += dot_rows(below, own_h, own_b, few, N, hi - lo, R, ACT, OF_UP)", "exact += 0.0"),
+    (
+        "gate and up in one pass",
+        "own_x, own_w, few, N, hi - lo, K, ACT, OF_UP)",
+        "own_x, own_w, few, N, hi - lo, K, ACT, False)",
+    ),
     ("full DoRA", "total += s * tl.dot(g.to(f.dtype)", "total += tl.dot(g.to(f.dtype)"),
     ("full DoRA", "total += tl.load(onto + at, mask=mask, other=0.0).to(tl.float32)", "total += 0.0"),
     ("full DoRA, large ranks", "total = loaded(parts, i, j, P, Q) + scale * acc", "total = loaded(parts, i, j, P, Q)"),
@@ -249,6 +257,7 @@ FAULTS = [
 FIRST = {"right, skip = tails, 0": 24, '"W_SPAN": N if': 14, "elif row + v.shape[0] > M + 4:": 27}
 FIRST |= {"decode(plan, la.W, part, g, 0)": 24, "A.columns(0, j - i), dh)": 28, "plan.product(dx, dh, operand(plan, A))": 9}
 FIRST |= {"plan.product(dx, dz, operand(plan, W))": 9, "tl.sigmoid(gate * SHARPNESS) * (up + 1)": 14, "t = t.to(dtype)": 6}
+FIRST |= {"sum_up += d_up * z": 2, "exact += 0.0": 2, "own_x, own_w, few, N, hi - lo, K, ACT, False)": 2}
 FIRST |= {"_unit(w_scale, n // BN, n < N, EMPTY)": 4, "w_scale + (col // BN)": 5, "None, 1, ALL)": 4}
 
 

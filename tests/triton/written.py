@@ -3,11 +3,17 @@
 import importlib
 import pkgutil
 from collections import Counter
+from functools import cache
 from itertools import product
 
+import pytest
 import torch
 
+from fdora.functional import DoraLayer, dora_linear, dora_linear_group, dora_mlp, explain
+from fdora.quant import Codes8, Lut4, QuantWeight
 from fdora.triton import kernels as folder
+from fdora.triton.codes import Coded, written
+from fdora.triton.runtime import walk
 from fdora.triton.runtime.builder import Builder
 from fdora.triton.runtime.device import Device, device_of
 from fdora.triton.runtime.layout import contiguous
@@ -124,47 +130,56 @@ def calls_without_norm(M, N, K, r, dtype):
             yield plan_forward, [x, *la, y], (0.0, "lora", (save,), True, (), (), True)
 
 
-def calls_of_groups(M, N, K, r, dtype):
-    """Layers on one x, a frozen one among them, and a gated MLP."""
-    from fdora.triton import linear, mlp
+def asked(fn, *args, **options):
+    """What a call of this public function asks plans with, forward and backward, on an H200."""
+    found, of_call = [], walk.plan_of
 
-    t = dtype
-    x, dy = alike(M, K, dtype=t), alike(M, N, dtype=t)
-    wide, low = alike(M, 2 * r, dtype=t), alike(M, r, dtype=t)
-    for (mode, seed), frozen, same_s in product((("lora", False), ("peft", True)), (False, True), (False, True)):
-        p = 0.1 if seed else 0.0
-        three = [v for f, b in ((frozen, False), (False, True), (False, False)) for v in layer(N, K, r, t, t, b, seed, f)]
-        saves = ("nothing" if frozen else "output", "output", "output")
-        yield linear.plan_forward, [x, *three], (p, mode, saves, same_s)
-        h, kept = (wide if frozen else alike(M, 3 * r, dtype=t)), [None if frozen else dy, dy, dy]
-        full = (
-            *((False,) * 5 if frozen else (True, True, True, False, False)),
-            *(True,) * 4,
-            True,
-            True,
-            True,
-            True,
-            False,
-            False,
-        )
-        for need_x in (False, True):
-            options = (p, mode, (False, True, mode == "peft"), need_x, full)
-            yield linear.plan_backward, [x, h, dy, dy, dy, *kept, *three], options
-        layers = [
-            *layer(N, K, r, t, t, False, seed, frozen),
-            *layer(N, K, r, t, t, True, seed),
-            *layer(K, N, r, t, t, False, seed),
-        ]
+    def noted(maker, likes, device, given):
+        found.append((maker, likes, given))
+        return of_call(maker, likes, device, given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "plan_of", noted)
+        explain(fn, *args, gpu="h200", **options)
+    return found
+
+
+def meta(*shape, dtype, grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def member(N, K, r, dtype, adapter=None, form=None, bias=False, frozen=False, norm=True, s=2.0):
+    """A layer without data, of codes where there is a form of them."""
+    adapter, bias = adapter or dtype, meta(N, dtype=dtype, grad=True) if bias else None
+    W = meta(N, K, dtype=dtype) if form is None else without_data(form, N, K, dtype)
+    if frozen:
+        return DoraLayer(W, bias=bias)
+    A, B, m = (meta(*shape, dtype=adapter, grad=True) for shape in ((r, K), (N, r), (N,)))
+    return DoraLayer(W, A, B, m, s, bias, meta(N, dtype=FP32, grad=True) if norm else None)
+
+
+def without_data(form, N, K, dtype):
+    likes = likes_of_codes(Coded((N, K), form))
+    tensors = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
+    kind = "fp8" if isinstance(form, Codes8) else "nf4"
+    if kind == "fp8" and form.scale == "block":
+        tensors[1] = tensors[1].view(-1, -(-K // form.block[1]))
+    return QuantWeight(kind, tuple(tensors), (N, K), dtype, form)
+
+
+PEFT = {"dropout_p": 0.1, "dropout_mode": "peft"}
+
+
+def calls_of_groups(M, N, K, r, dtype):
+    """Layers on one x, a frozen one among them, and gated MLPs; with one s, and with two."""
+    for drop, frozen, need_x in product(({}, PEFT | {"seed": [1, 2, 3]}), (False, True), (False, True)):
+        x, down = meta(M, K, dtype=dtype, grad=need_x), member(K, N, r, dtype)
+        first, second = member(N, K, r, dtype, frozen=frozen), member(N, K, r, dtype, bias=True)
+        third = member(N, K, r, dtype, s=2.0 if need_x else 1.0)
+        yield from asked(dora_linear_group, x, [first, second, third], **drop)
         for act in ("silu", "gelu", "gelu_tanh"):
-            yield mlp.plan_forward, [x, *layers], (p, mode, saves, same_s, act)
-            pre_up = dy  # of the layer with a bias
-            saved = [low if frozen else wide, low, dy, dy if mode == "peft" else None, x, None, pre_up, None]
-            for need_x in (False, True):
-                yield mlp.plan_backward, [x, x, *saved, *layers], (p, mode, act, need_x, full)
-            if not frozen and not seed:  # without a bias: one pass for dz of gate and up
-                three = [*layers[:7], *layer(N, K, r, t, t), *layers[14:]]
-                saved = [wide, low, dy, dy, x, None, None, None]
-                yield mlp.plan_backward, [x, x, *saved, *three], (p, mode, act, True, (True, True, True, True, False) * 3)
+            yield from asked(dora_mlp, x, first, second, down, act=act, **drop)
+        yield from asked(dora_mlp, x, third, third, down, **drop)
 
 
 def calls_of_weights(N, K, r, dtype, adapter=None):
@@ -272,7 +287,6 @@ def with_state(likes, N):
 
 def forms_of_codes():
     """Every way in which codes and scales lie."""
-    from fdora.quant import Codes8, Lut4
     from fdora.quant.bnb import UNIT
 
     scales = ("fp32", "nested", "e8m0", "e4m3*global", "e4m3/global")
@@ -334,7 +348,6 @@ def plan_dense_by_g(likes, device, coded, dense, M=512, r=16):
 
 def calls_of_codes(N, K, r, dtype):
     """Norms of weights of 4 and 8 bits, with and without the dense W, that alone, and norms with a state."""
-    from fdora.triton.codes import Coded, written
     from fdora.triton.quant import plan_guarded_quant_norm, plan_quant_norm
 
     for form in forms_of_codes() + (ints_of_codes() if N % 8 == K % 64 == 0 else []):
@@ -349,59 +362,33 @@ def calls_of_codes(N, K, r, dtype):
 
 def calls_of_coded_layers(M, N, K, r, dtype):
     """Layers whose W is codes: one, a group with a dense and a frozen one, a gated MLP."""
-    from fdora.quant import Codes8, Lut4
-    from fdora.triton import linear, mlp
-    from fdora.triton.codes import Coded, written
-
     four, eight = Lut4("nf4", True, 32, "nested", "flat"), Codes8("e4m3", "block", (128, 128), 1.0)
-    x, dy, h = alike(M, K, dtype=dtype), alike(M, N, dtype=dtype), alike(M, r, dtype=dtype)
-    W, V, U = Coded((N, K), four), Coded((N, K), eight), Coded((K, N), four)
-    coded, frozen = ([None, *layer(N, K, r, dtype, dtype, frozen=f)[1:]] for f in (False, True))
-    dense, down = layer(N, K, r, dtype, dtype), [None, *layer(K, N, r, dtype, dtype)[1:]]
-    for A, (mode, seed) in product((W, V), (("lora", False), ("peft", True))):
-        la, facts = [None, *layer(N, K, r, dtype, dtype, seed=seed)[1:]], tuple(map(tuple, written([A])))
-        for given in (la, [*la[:4], None, *la[5:]]):
-            yield linear.plan_forward, [x, *given, *likes_of_codes(A)], (0.1, mode, ("output",), True, *facts)
-        for pre_scale, need_x in product((dtype == FP32, True), (False, True)):
-            needs = (True, True, True, False, False)
-            likes = [x, h, dy, dy, *la, *likes_of_codes(A)]
-            yield linear.plan_backward, likes, (0.1, mode, (pre_scale,), need_x, needs, *facts)
-    facts = tuple(map(tuple, written([W, None, V])))
-    likes = [*coded, *dense, *frozen, *likes_of_codes(W), *likes_of_codes(V)]
-    yield linear.plan_forward, [x, *likes], (0.0, "lora", ("output", "output", "nothing"), True, *facts)
-    needs = (*(True,) * 3, *(False,) * 2) * 2 + (False,) * 5
-    saved = [x, alike(M, 2 * r, dtype=dtype), dy, dy, dy, dy, dy, None]
-    yield linear.plan_backward, [*saved, *likes], (0.0, "lora", (True, True, False), True, needs, *facts)
-    facts = tuple(map(tuple, written([W, V, U])))
-    likes = [*coded, *coded, *down, *likes_of_codes(W), *likes_of_codes(V), *likes_of_codes(U)]
-    yield mlp.plan_forward, [x, *likes], (0.0, "lora", ("output",) * 3, True, "silu", *facts)
-    saved = [alike(M, 2 * r, dtype=dtype), h, None, None, None, dy, dy, x]
-    needs = (True, True, True, False, False) * 3
-    yield mlp.plan_backward, [x, x, *saved, *likes], (0.0, "lora", "silu", True, needs, *facts)
+    for form, drop, norm, need_x in product((four, eight), ({}, PEFT | {"seed": 1}), (False, True), (False, True)):
+        x, la = meta(M, K, dtype=dtype, grad=need_x), member(N, K, r, dtype, form=form, norm=norm)
+        yield from asked(dora_linear, x, *la[:4], s=2.0, norm=la.norm, keep_inner=norm, **drop)
+    coded, frozen = member(N, K, r, dtype, form=four), member(N, K, r, dtype, form=eight, frozen=True)
+    yield from asked(dora_linear_group, x, [coded, member(N, K, r, dtype), frozen])
+    other, down = member(N, K, r, dtype, form=eight), member(K, N, r, dtype, form=four)
+    yield from asked(dora_mlp, x, coded, other, down)
 
 
 def in_eight_bits(N, K, mode):
     """The likes of e4m3 codes and of their scales, and the facts of the weight."""
-    from fdora.quant import Codes8
-    from fdora.triton.codes import Coded, written
-
-    W = Coded((N, K), Codes8("e4m3", mode, (128, 128) if mode == "block" else (0, 0), 1.0))
+    W = Coded((N, K), of_e4m3(mode))
     return likes_of_codes(W), [*map(tuple, written([W]))]
+
+
+def of_e4m3(mode):
+    return Codes8("e4m3", mode, (128, 128) if mode == "block" else (0, 0), 1.0)
 
 
 def calls_of_fp8(M, N, K, r, dtype):
     """Products of 8-bit codes, with scales of every kind."""
-    from fdora.triton.linear import plan_backward, plan_forward
-
-    x, vector, A, B = alike(M, K, dtype=dtype), *(alike(*shape, dtype=FP32) for shape in ((N,), (r, K), (N, r)))
-    for mode in ("tensor", "row", "block"):
-        codes, facts = in_eight_bits(N, K, mode)
-        for bias, seed, save in ((None, None, "output"), (vector, alike(dtype=torch.int64), "pre_scale")):
-            la, p = [None, A, B, vector, vector, bias, seed, *codes], 0.1 if seed else 0.0
-            yield plan_forward, [x, *la], (p, "lora", (save,), True, *facts, False, True)
-            saved = [x, alike(M, r, dtype=dtype), *[alike(M, N, dtype=dtype)] * 2]
-            needs = (True, True, True, False, bias is not None)
-            yield plan_backward, [*saved, *la], (p, "lora", (True,), True, needs, *facts, True)
+    x = meta(M, K, dtype=dtype, grad=True)
+    for mode, (bias, drop) in product(("tensor", "row", "block"), ((False, {}), (True, {"dropout_p": 0.1, "seed": 1}))):
+        la = member(N, K, r, dtype, FP32, of_e4m3(mode), bias)
+        how = {"norm": la.norm, "bias": la.bias, "compute": "fp8", "grad_compute": "fp8"}
+        yield from asked(dora_linear, x, *la[:4], s=2.0, **how, **drop)
 
 
 def calls_of_fp8_banks(M, N, K, ranks, dtype, experts=False):
@@ -571,14 +558,13 @@ EVERY = [
 ]
 
 
+@cache
 def every_call():
-    for calls, *sizes in EVERY:
-        yield from calls(*sizes)
+    return [each for calls, *sizes in EVERY for each in calls(*sizes)]
 
 
 def calls_of_many_rows(M):
     """M rows of tokens, of a table, of a weight or of an image, with little in each."""
-    from fdora.triton.codes import Coded, written
     from fdora.triton.dequantize import plan_dequantize
     from fdora.triton.quant import plan_stack_norms
 
