@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fdora._check import check_whole, fail
+from fdora._check import check_tensor, check_whole, fail
 from fdora._dispatch import Backend
 from fdora._torch import no_graph
 from fdora.autograd.act import gated
@@ -108,6 +108,7 @@ def dora_experts_mlp(
 
 
 def check_layers(fn: str, x: Tensor, gate_up: DoraLayer, down: DoraLayer, act: str) -> None:
+    check_tensor(fn, "x", x)
     if act not in ACTS:
         raise fail(fn, "act", f"one of {', '.join(ACTS)}", repr(act), "Other activations need dora_experts for each layer.")
     for label, la in (("gate_up", gate_up), ("down", down)):
