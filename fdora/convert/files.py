@@ -259,13 +259,12 @@ def _aside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    at = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(at, "LOCK_EX")
-        yield
-    finally:
-        _lock(at, "LOCK_UN")  # a process that was forked meanwhile has it, too
-        os.close(at)
+    with _opened(folder) as at:
+        try:
+            _lock(at, "LOCK_EX")
+            yield
+        finally:
+            _lock(at, "LOCK_UN")  # a process that was forked meanwhile has it, too
 
 
 def _lock(at: int, how: str) -> None:
@@ -290,9 +289,16 @@ def _old(folder: Path) -> Path:
 
 def _sync(path: Path) -> None:
     """The file, or the names in a folder, on the disk."""
+    with _opened(path) as at:
+        os.fsync(at)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A file or a folder, to be synced or locked."""
     at = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(at)
+        yield at
     finally:
         os.close(at)
 
